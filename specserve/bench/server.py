@@ -26,7 +26,7 @@ from specserve.engine.generation import Completion, Job, RunResult, Sampling, Sh
 
 TIMEOUT_S = 600.0
 """Limit for a connection and for each read; a whole answer may take longer."""
-LONGEST_LINE = 1 << 24
+MAX_LINE_CHARS = 1 << 24
 """Longest line of a stream, in bytes. The first line contains the prompt's token ids."""
 
 
@@ -159,7 +159,7 @@ class Server:
             headers=_headers(),
             timeout=aiohttp.ClientTimeout(sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S),
             connector=aiohttp.TCPConnector(limit=0),
-            read_bufsize=LONGEST_LINE,
+            read_bufsize=MAX_LINE_CHARS,
             trust_env=True,
         ) as session:
             return tuple(await asyncio.gather(*map(complete, range(len(jobs)), jobs)))

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from specserve.core.errors import EngineError, last_line_of
 from specserve.core.metric_specs import OF_DRAFTERS
 from specserve.core.openmp import openmp_environment
-from specserve.drafters.options import FAILED_REST_S, NAME_PREFIX, DrafterOptions, serve
+from specserve.drafters.options import FAILED_BACKOFF_S, NAME_PREFIX, DrafterOptions, serve
 from specserve.drafters.ray_metrics import RayExporter
 from specserve.trie.store_actor import NAMESPACE, await_drain
 
@@ -245,7 +245,7 @@ class DrafterFinder:
 
     def _note_failure(self, error: Exception, began: float) -> None:
         if isinstance(error, ActorDiedError):
-            self._rest_until = self._clock() + FAILED_REST_S
+            self._rest_until = self._clock() + FAILED_BACKOFF_S
             self._give_up()
         else:
             self._wait(began)

@@ -15,7 +15,7 @@ from torch import Tensor
 from specserve.core.types import Int32Array
 from specserve.drafters.base import Answer, Card, Key, Row
 from specserve.drafters.kv_cache import Packed, Span
-from specserve.drafters.ops import likeliest
+from specserve.drafters.ops import most_likely
 from specserve.drafters.slots import Slot, SlotTable
 
 Guess = tuple[tuple[int, ...], tuple[float, ...]]
@@ -123,7 +123,7 @@ class SlotDrafter(ABC):
                 packed = Packed.of([span.drafted(step) for span in spans[:num_left]], self._device)
                 drafted = steps[-1][0][:num_left]
                 results, logits = self._forward(drafted, results[:num_left], packed, num_left)
-            steps.append(likeliest(logits))
+            steps.append(most_likely(logits))
         tokens_of = [tokens.tolist() for tokens, _ in steps]
         chances_of = [chances.tolist() for _, chances in steps]
         return {

@@ -17,7 +17,7 @@ from dataclasses import asdict
 
 from specserve.core.errors import EngineError, SpecServeError
 from specserve.core.openmp import openmp_environment
-from specserve.drafters.options import FAILED_REST_S, DrafterOptions, serve
+from specserve.drafters.options import FAILED_BACKOFF_S, DrafterOptions, serve
 
 
 class HostedDrafter:
@@ -34,7 +34,7 @@ class HostedDrafter:
 
         Raises:
             EngineError: it did not start. If it has never started, it is not tried again.
-                Otherwise the next try is after ``FAILED_REST_S`` seconds.
+                Otherwise the next try is after ``FAILED_BACKOFF_S`` seconds.
         """
         if self._failure and (not self._address or time.monotonic() < self._rest_until):
             raise EngineError(self._failure)
@@ -64,7 +64,7 @@ class HostedDrafter:
             reason = line or f"it ended with exit code {self._process.wait()}"
             self.close()
             self._failure = f"the drafter did not start: {reason}"
-            self._rest_until = time.monotonic() + FAILED_REST_S
+            self._rest_until = time.monotonic() + FAILED_BACKOFF_S
             raise EngineError(self._failure)
 
 

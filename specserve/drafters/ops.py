@@ -16,8 +16,8 @@ def laid_out(weight: Tensor) -> Tensor:
     return weight
 
 
-def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens, int64 ``[n]``, and their probabilities, float32 ``[n]``.
+def most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The most_likely tokens, int64 ``[n]``, and their probabilities, float32 ``[n]``.
 
     Args:
         logits: ``[n, vocab_size]``; the probability of NaN logits is 0.

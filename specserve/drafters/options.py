@@ -16,17 +16,17 @@ import numpy as np
 from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.drafters.base import Drafter, Row
 from specserve.drafters.schedule import FEED_TOKENS
-from specserve.drafters.server import MOST_FAILURES, DrafterServer
+from specserve.drafters.server import MAX_FAILURES, DrafterServer
 from specserve.wire.messages import PROTOCOL
 
 logger = logging.getLogger(__name__)
 
 NAME_PREFIX = "specserve-drafter-"
 
-FAILED_REST_S = 30.0
+FAILED_BACKOFF_S = 30.0
 """Seconds before a drafter that could not load its model is started again."""
 
-LONGEST_WARM_UP_S = 300
+MAX_WARM_UP_S = 300
 """Limit of the first model call in seconds. A process that hangs longer ends; its parent or Ray
 restarts it. Time in which the process is suspended counts too."""
 
@@ -103,7 +103,7 @@ def serve(options: DrafterOptions, bind: str) -> DrafterServer:
 
 
 def _end() -> None:
-    logger.error("The model has failed %d turns in a row: this drafter ends", MOST_FAILURES)
+    logger.error("The model has failed %d turns in a row: this drafter ends", MAX_FAILURES)
     os._exit(1)
 
 
@@ -131,7 +131,7 @@ def load(options: DrafterOptions) -> Drafter:
         device="cuda" if on_gpu else "cpu",
     )
     # To file descriptor 2: sys.stderr need not be a file.
-    faulthandler.dump_traceback_later(LONGEST_WARM_UP_S, exit=True, file=2)
+    faulthandler.dump_traceback_later(MAX_WARM_UP_S, exit=True, file=2)
     try:
         _warm_up(drafter)
     finally:

@@ -17,7 +17,7 @@ from specserve.wire.endpoint import USER, Endpoint
 from specserve.wire.frames import MAX_FRAME_BYTES, decode_question, encode
 from specserve.wire.messages import Question, Reply
 
-_MOST_AT_ONCE = 1024
+_MAX_AT_ONCE = 1024
 """Most messages that are read before work continues, so that a client that floods the socket does
 not delay the others' answers."""
 
@@ -97,7 +97,7 @@ class Router:
         """
         ready = dict(self._poller.poll(round(timeout_s * 1000)))
         if self._refusals in ready:
-            for _ in range(_MOST_AT_ONCE):
+            for _ in range(_MAX_AT_ONCE):
                 self._refusals.recv_multipart()
                 self._on_refused()
                 if not self._refusals.poll(0):
@@ -119,7 +119,7 @@ class Router:
 
     def _questions(self) -> list[Arrival]:
         arrivals = []
-        for _ in range(_MOST_AT_ONCE):
+        for _ in range(_MAX_AT_ONCE):
             client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             try:
                 question = decode_question(frames)

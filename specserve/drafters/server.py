@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.1
 """Longest wait for a message in seconds; an idle server notices within this time that it closes."""
 
-LONGEST_TURN_S = 300
+MAX_TURN_S = 300
 """Limit of one turn in seconds. A process that hangs longer ends; its parent or Ray restarts it. No
 forward pass takes that long. Time in which the process is suspended counts too."""
 
@@ -48,7 +48,7 @@ _ARM_S = 1.0
 REPLICA_SILENT_S = 10.0
 """Seconds without a hello after which a replica loses its seat."""
 
-MOST_FAILURES = 8
+MAX_FAILURES = 8
 """Batches in a row that may fail entirely before ``on_broken``: some GPU errors are permanent."""
 
 MAX_WAITING = 256
@@ -67,7 +67,7 @@ class DrafterServer:
     Args:
         drafter: called only from this server's thread.
         bind: ZeroMQ address, port 0 for any free one.
-        on_broken: called after ``MOST_FAILURES`` batches in a row have failed entirely.
+        on_broken: called after ``MAX_FAILURES`` batches in a row have failed entirely.
 
     Attributes:
         address: where clients connect, with this server's secret.
@@ -131,7 +131,7 @@ class DrafterServer:
             if time.monotonic() - armed_at > _ARM_S:
                 armed_at = time.monotonic()
                 # File descriptor 2: sys.stderr may be replaced by an object without one.
-                faulthandler.dump_traceback_later(LONGEST_TURN_S, exit=True, file=2)
+                faulthandler.dump_traceback_later(MAX_TURN_S, exit=True, file=2)
             try:
                 self._take_turn()
             except Exception as error:  # nothing that a client causes may end the thread
@@ -214,7 +214,7 @@ class DrafterServer:
             self._num_failures = 0
             return
         self._num_failures += 1
-        if self._num_failures == MOST_FAILURES:
+        if self._num_failures == MAX_FAILURES:
             self._on_broken()
 
     def _has_run(self, tasks: list[Task]) -> bool:

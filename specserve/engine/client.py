@@ -19,7 +19,7 @@ from specserve.engine.report import Reports, reported
 from specserve.engine.tenants import CURRENT_CONTROLS
 from specserve.sources.controls import wants_report
 
-CLIENTS_MISTAKES = (ValueError, TypeError, OverflowError, RecursionError)
+CLIENT_ERRORS = (ValueError, TypeError, OverflowError, RecursionError)
 """Exceptions that a wrong request can raise where vLLM has no error class of its own."""
 
 
@@ -58,7 +58,7 @@ class ServedLLM(AsyncLLM):
         """
         try:
             return await super().add_request(request_id, prompt, params, **options)
-        except CLIENTS_MISTAKES as error:
+        except CLIENT_ERRORS as error:
             message = f"The request cannot be processed: {reason_of(error)}"
             raise VLLMValidationError(message) from error
 

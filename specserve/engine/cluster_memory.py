@@ -20,7 +20,7 @@ from specserve.trie.store_actor import RayStoreClient
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 1.0
+LAST_SEND_S = 1.0
 """Longest time in seconds for a replica that ends to send its last texts."""
 
 _LOG_SHARE = 8
@@ -72,9 +72,9 @@ class ClusterMemory:
         )
 
     def close(self) -> None:
-        """Sends pending texts, for at most ``LAST_WORDS_S`` seconds, and stops the links."""
+        """Sends pending texts, for at most ``LAST_SEND_S`` seconds, and stops the links."""
         with ThreadPoolExecutor(len(self._links)) as pool:  # a link that hangs delays no other
-            sent = list(pool.map(lambda link: link.stop(LAST_WORDS_S), self._links))
+            sent = list(pool.map(lambda link: link.stop(LAST_SEND_S), self._links))
         if not all(sent):
             logger.warning("The draft memory did not take all that this replica learned last")
 

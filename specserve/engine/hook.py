@@ -177,12 +177,12 @@ class ProposerHook:
         """Whether no source has work after the coming step.
 
         An idle step decodes the same requests as the last step, and none has a draft. The worker
-        runs it without speculation and reports it with :meth:`pass_over`.
+        runs it without speculation and reports it with :meth:`note_idle_step`.
         """
         is_left = self._num_idle_steps_left > 0
         return is_left and scheduler_output.num_scheduled_tokens == self._plain_schedule
 
-    def pass_over(self, sampled_token_ids: list[list[int]]) -> None:
+    def note_idle_step(self, sampled_token_ids: list[list[int]]) -> None:
         """Records an idle step that has run, with one new token for each request."""
         self._num_idle_steps_left -= 1
         self._num_idle_steps += 1

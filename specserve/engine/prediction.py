@@ -38,9 +38,9 @@ class Prediction:
     def count(self, answer: Sequence[int]) -> None:
         """Adds the accepted and rejected tokens of one answer, given as token ids."""
         # Imported here: numba takes seconds to import, and most applications need no predictions.
-        from specserve.sources.prediction import num_foretold
+        from specserve.sources.prediction import num_predicted
 
-        foretold = num_foretold(self.token_ids, answer)
+        foretold = num_predicted(self.token_ids, answer)
         self.num_accepted += foretold
         self.num_rejected += max(len(self.token_ids) - foretold, 0)
 

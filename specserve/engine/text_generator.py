@@ -20,7 +20,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from specserve.core.errors import GenerationError, reason_of
-from specserve.engine.client import CLIENTS_MISTAKES
+from specserve.engine.client import CLIENT_ERRORS
 from specserve.engine.logits_processors import extra_args
 from specserve.engine.text_outputs import OutputReader
 from specserve.engine.text_request import Limits, Output, TextRequest
@@ -117,7 +117,7 @@ class TextGenerator(GenerateBaseServing):
                 raise
             unit = "tokens" if error.parameter == "input_tokens" else "characters"
             raise _too_long(most, f"{error.value} {unit} or more") from None
-        except CLIENTS_MISTAKES as error:
+        except CLIENT_ERRORS as error:
             raise GenerationError.of_field("inputs", "must be text", reason_of(error)) from error
         return rendered
 

@@ -66,7 +66,7 @@ class SpeculationMixin(_Worker):
             output = super().sample_tokens(grammar_output)
         if self._hook is not None and isinstance(output, ModelRunnerOutput):
             if self._is_idle:
-                self._hook.pass_over(output.sampled_token_ids)
+                self._hook.note_idle_step(output.sampled_token_ids)
             attach_drafts(output, self.take_draft_token_ids(), self._hook.take_outcomes())
         return output
 

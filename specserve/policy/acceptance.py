@@ -29,15 +29,15 @@ allows many more draft tokens."""
 TOKEN_BUCKETS = 2048
 """Number of weights for hashed tokens, and again for hashed pairs of tokens; a power of two."""
 
-LEAST_SURVIVAL = 0.01
+MIN_SURVIVAL = 0.01
 """A lower survival counts as 0: even on an idle GPU, verifying a draft token takes time."""
 
 OF_SOURCE, OF_TOKEN, OF_REQUEST = (0.5, 0.03), (1.0, 0.1), (0.5, 0.1)
 """Initial and least variance of weights. A larger variance means larger updates. The least one
 keeps every weight adaptable."""
 
-_MOST_LIKELY = 0.98  # cap of one token's probability
-_LEAST_SLOPE = 0.01  # least derivative of the probability, in the filter
+_MAX_LIKELY = 0.98  # cap of one token's probability
+_MIN_SLOPE = 0.01  # least derivative of the probability, in the filter
 _PAIR_FACTOR = 7919  # hashes a pair of tokens
 
 _STEPS, _NUM_STEPS = 32.0, 256.0
@@ -222,8 +222,8 @@ def survival_of(a, slots, limits, survival, lengths):  # type: ignore[no-untyped
                 if probability > 0.0:
                     indices = _weight_indices(a, source, slot, j, before)
                     odds = _total(a, source, slot, indices, _WEIGHT)
-                    probability *= min(_probability(odds), _MOST_LIKELY)
-                    if probability < LEAST_SURVIVAL:
+                    probability *= min(_probability(odds), _MAX_LIKELY)
+                    if probability < MIN_SURVIVAL:
                         probability = 0.0
                     before = a.tokens[source, slot, j]
                 survival[source, row, j] = probability
@@ -282,7 +282,7 @@ def _learn_draft(a, source, slot, text, first):  # type: ignore[no-untyped-def]
 def _gains(odds, variance, is_right):  # type: ignore[no-untyped-def]
     """Change of each weight and relative loss of its variance, both per unit of its variance."""
     probability = _probability(odds)
-    slope = max(probability * (1.0 - probability), _LEAST_SLOPE)
+    slope = max(probability * (1.0 - probability), _MIN_SLOPE)
     share = 1.0 / (1.0 + slope * variance)
     return share * (is_right - probability), share * slope
 
@@ -310,5 +310,5 @@ def unseen_survival(a, source, slots, survival):  # type: ignore[no-untyped-def]
         own, probability = a.of_request[slot, source, _WEIGHT], 1.0
         for j in range(survival.shape[1]):
             odds = weights[_POSITIONS + min(j, _NUM_POSITIONS - 1), _WEIGHT] + own
-            probability *= min(_probability(odds), _MOST_LIKELY)
+            probability *= min(_probability(odds), _MAX_LIKELY)
             survival[row, j] = probability

@@ -15,23 +15,23 @@ from specserve.policy.step import affords, spend
 from specserve.sources.base import RemoteSource
 from specserve.sources.guard import GuardedSource
 
-MOST_PAUSE = 8
+MAX_ASK_INTERVAL = 8
 """Longest interval in steps between two calls of a local source. It bounds the delay until a text
 that starts to repeat itself is noticed."""
 
-MOST_PROBE_PAUSE = 256
+MAX_PROBE_INTERVAL = 256
 """Longest back-off in steps between two probes of a remote source. A probe also waits at most this
 long for a text that the source follows."""
 
 _MEAN_DECAY = 0.98  # weight of the old mean in a local source's moving means
 _FIRST_CALLS = 8  # back-off starts at this call at the earliest
-_MOST_TIMES = 4.0  # cap of one call's time, in mean calls
-_MOST_TRIES = 8  # repeats of a probe without an answer
+_MAX_TIMES = 4.0  # cap of one call's time, in mean calls
+_MAX_TRIES = 8  # repeats of a probe without an answer
 _AWAY_S = 1e-3  # a shorter call without drafts did not reach a drafter
-_MOST_PROBED_VALUE = 0.9  # a probed request's draft is worth less, as a share of its limit
+_MAX_PROBED_VALUE = 0.9  # a probed request's draft is worth less, as a share of its limit
 
 
-class Situation(NamedTuple):
+class AskContext(NamedTuple):
     """The input of a remote source's ask policy in one step.
 
     Attributes:
@@ -55,7 +55,7 @@ class Situation(NamedTuple):
     unseen: Float64Array
 
 
-class Ask:
+class AskPolicy:
     """Base of the ask policies. On its own, it asks in each step for all requests.
 
     Attributes:
@@ -79,7 +79,7 @@ class Ask:
         return self.num_idle_steps(step - 1, slots) == 0
 
 
-class LocalAsk(Ask):
+class LocalAskPolicy(AskPolicy):
     """Asks a source in this process in each step while that saves time, else with back-off.
 
     Cost and gain of a call are moving means over about fifty calls. A stalled call
@@ -109,16 +109,16 @@ class LocalAsk(Ask):
         self._num_calls += 1
         weight = max(1 / self._num_calls, 1 - _MEAN_DECAY)
         if self._num_calls > 1:
-            call_s = min(call_s, _MOST_TIMES * self._call_s)
+            call_s = min(call_s, _MAX_TIMES * self._call_s)
         self._call_s += weight * (call_s - self._call_s)
         self._gain_s += weight * (gain_s - self._gain_s)
         self.surplus_s = self._gain_s - self._call_s
         pays = self.surplus_s >= 0 or self._num_calls < _FIRST_CALLS
-        self._pause = 1 if pays else min(2 * self._pause, MOST_PAUSE)
+        self._pause = 1 if pays else min(2 * self._pause, MAX_ASK_INTERVAL)
         self.is_slow = not pays
 
 
-class RemoteAsk(Ask):
+class RemoteAskPolicy(AskPolicy):
     """Asks a source in another process for those requests whose expected gain exceeds the cost.
 
     While asking does not pay, a probe asks for one request after each back-off, which doubles.
@@ -130,7 +130,7 @@ class RemoteAsk(Ask):
         self._saved_s: Float64Array = np.zeros(num_slots)
         self._cost = CallCost()
         self._plain_s = np.inf  # seconds of a plain step in the last situation
-        self._pause = Backoff(1, MOST_PROBE_PAUSE)
+        self._pause = Backoff(1, MAX_PROBE_INTERVAL)
         self._step = self._num_tries = 0
         self._is_probe = False
         self._waits_since: int | None = None  # step since which a probe waits for a followed text
@@ -145,17 +145,17 @@ class RemoteAsk(Ask):
         """0 if asking pays or the source must see the steps; else steps to the next eighth one."""
         if not self.is_slow or self._must_see(slots).any():
             return 0
-        return MOST_PAUSE - 1 - step % MOST_PAUSE
+        return MAX_ASK_INTERVAL - 1 - step % MAX_ASK_INTERVAL
 
     def is_considered(self, step: int) -> bool:
         """Whether drafts may be asked for; in other steps the source only follows its texts."""
-        return not self.is_slow or step % MOST_PAUSE == 0
+        return not self.is_slow or step % MAX_ASK_INTERVAL == 0
 
     def forget(self, slots: Int64Array) -> None:
         """Drops the state of requests that have ended."""
         self._saved_s[slots] = 0.0
 
-    def limits(self, situation: Situation, credit_s: Float64Array) -> Int32Array:
+    def limits(self, situation: AskContext, credit_s: Float64Array) -> Int32Array:
         """Lengths of the drafts to ask for: where they pay, else those of a probe.
 
         Args:
@@ -203,7 +203,7 @@ class RemoteAsk(Ask):
             return
         answered = lengths > 0
         is_answered = bool(answered.any())
-        if self._is_probe and (is_answered or self._num_tries >= _MOST_TRIES):
+        if self._is_probe and (is_answered or self._num_tries >= _MAX_TRIES):
             self._pause.fail(self._step)
             self._num_tries = 0
         elif self._is_probe:  # a text that the source is still reading gets no draft: ask again
@@ -214,16 +214,16 @@ class RemoteAsk(Ask):
         self._cost.observe(int(rows.sum()), int(asked[rows].max()), call_s, self._plain_s)
 
     def _probe(
-        self, situation: Situation, waits_s: Float64Array, credit_s: Float64Array
+        self, situation: AskContext, waits_s: Float64Array, credit_s: Float64Array
     ) -> Int32Array:
         """Lengths to ask for in a probe of one request, if it is due and the budget affords it.
 
         Takes the request with the least valuable draft, of those that the source follows. If none
-        is followed, the probe waits first; after ``MOST_PROBE_PAUSE`` steps it takes any request.
+        is followed, the probe waits first; after ``MAX_PROBE_INTERVAL`` steps it takes any request.
         """
         limits = situation.limits
         asked = np.zeros_like(limits)
-        able = (waits_s < np.inf) & (situation.values < _MOST_PROBED_VALUE * limits)
+        able = (waits_s < np.inf) & (situation.values < _MAX_PROBED_VALUE * limits)
         if not self._pause.is_due(self._step) or not able.any():
             return asked
         call, request, token = self._cost.coefficients(situation.costs.plain)
@@ -244,10 +244,10 @@ class RemoteAsk(Ask):
         """Whether the probe is delayed until there is a text that the source follows."""
         if self._waits_since is None:
             self._waits_since = self._step
-        is_late = self._step - self._waits_since >= MOST_PROBE_PAUSE
+        is_late = self._step - self._waits_since >= MAX_PROBE_INTERVAL
         return not is_late and bool(self.guard.call(self._source.follow_next))
 
     def _must_see(self, slots: Int64Array) -> BoolArray:
-        """bool ``[n]``, see :meth:`RemoteSource.must_see`; all false if the source fails."""
-        seen = self.guard.call(lambda: self._source.must_see(slots))
+        """bool ``[n]``, see :meth:`RemoteSource.are_followed`; all false if the source fails."""
+        seen = self.guard.call(lambda: self._source.are_followed(slots))
         return np.zeros(len(slots), np.bool_) if seen is None else seen

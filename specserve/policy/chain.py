@@ -31,18 +31,24 @@ from specserve.core.types import (
     RequestControls,
 )
 from specserve.policy.acceptance import Acceptance, unseen_survival
-from specserve.policy.asking import MOST_PAUSE, Ask, LocalAsk, RemoteAsk, Situation
+from specserve.policy.asking import (
+    MAX_ASK_INTERVAL,
+    AskContext,
+    AskPolicy,
+    LocalAskPolicy,
+    RemoteAskPolicy,
+)
 from specserve.policy.cost import StepCost, is_calibrated
 from specserve.policy.planner import Costs, Plan
 from specserve.policy.step import (
-    LEAST_OUTPUT,
     LIMITS,
-    MOST_OUTPUT,
+    MAX_OUTPUT,
+    MIN_OUTPUT,
     NUM_SENT,
     Workspace,
     decide,
-    foresee,
     observe,
+    plan_step,
 )
 from specserve.sources.base import Member, RemoteSource, SourceContext
 from specserve.sources.controls import wants_drafts
@@ -56,7 +62,7 @@ NO_LIMIT = 1 << 30
 _FIRST_TOKENS = 4  # least bound of a step's draft tokens
 _PATIENCE_STEPS = 8  # steps without calibration after which drafts are sent anyway
 
-_Call = tuple[Ask, Int32Array, Int32Array]
+_Call = tuple[AskPolicy, Int32Array, Int32Array]
 """A source that was asked; draft lengths asked for and received, int32 ``[n]``."""
 
 
@@ -93,19 +99,19 @@ class Chain:
         self._clock = clock
         self._max_len = max_len
         self._acceptance = Acceptance(count, num_slots, longest)
-        self._sources: list[Ask] = []
+        self._sources: list[AskPolicy] = []
         self.labels: tuple[str, ...] = ()
         for place, each in enumerate(members):
             offers, first = self._acceptance.offers(place), len(self.labels)
             guard = GuardedSource(each, metrics, vocab_size, clock, offers, first)
             if not each.dynamic:
-                self._sources.append(Ask(place, guard))
+                self._sources.append(AskPolicy(place, guard))
             elif isinstance(each.source, RemoteSource):
-                self._sources.append(RemoteAsk(place, guard, num_slots))
+                self._sources.append(RemoteAskPolicy(place, guard, num_slots))
             else:
-                self._sources.append(LocalAsk(place, guard))
+                self._sources.append(LocalAskPolicy(place, guard))
             self.labels += each.labels
-        self._of_use: list[Ask] = []  # the sources that can draft for a running request
+        self._usable: list[AskPolicy] = []  # the sources that can draft for a running request
         self._counts = metrics.draft_counts(self.labels)
         self.cost = StepCost()
         self.sent: Int32Array = np.zeros((num_slots, longest), np.int32)
@@ -124,14 +130,14 @@ class Chain:
         self._plan = Plan.empty(num_slots, count)
         self._unseen: Float64Array = np.zeros((num_slots, longest))
         self._step = self._num_unearned_steps = self._unmeasured_steps = self._num_offered = 0
-        self._find_of_use()
+        self._find_usable()
         batch, outcomes = DraftBatch.empty(), np.zeros((3, 0), np.int32)
         none, _, rows, _ = batch[:4]
         state, known, plan = self._acceptance.state, self._plan_inputs(none), self._plan
         self._learn = direct(
             observe, state, self._work, self._counts, max_len, batch[:4], rows, rows, outcomes
         )
-        self._foresee = direct(foresee, *known, state, self._work, plan)
+        self._plan_step = direct(plan_step, *known, state, self._work, plan)
         self._decide = direct(decide, *known, False, state, self._work, plan)
         self._is_calibrated = direct(is_calibrated, self.cost.lines, 1)
         self._predict_unseen = direct(unseen_survival, state, 0, none, self._unseen)
@@ -140,21 +146,21 @@ class Chain:
         self,
         slot: int,
         controls: RequestControls,
-        most_output: int = NO_LIMIT,
-        least_output: int = 0,
+        max_output: int = NO_LIMIT,
+        min_output: int = 0,
     ) -> None:
         """Registers a new request in a free slot.
 
         Args:
             slot: below ``num_slots``.
             controls: the request's options.
-            most_output: most output tokens.
-            least_output: output tokens before a stop token may end the request.
+            max_output: most output tokens.
+            min_output: output tokens before a stop token may end the request.
         """
         self._acceptance.open(slot, controls.tenant)
         request = self._work.requests[slot]
-        request[MOST_OUTPUT] = min(most_output, NO_LIMIT)
-        request[LEAST_OUTPUT] = min(least_output, NO_LIMIT)
+        request[MAX_OUTPUT] = min(max_output, NO_LIMIT)
+        request[MIN_OUTPUT] = min(min_output, NO_LIMIT)
         request[NUM_SENT] = 0
         for each in self._sources:
             member = each.member
@@ -164,16 +170,16 @@ class Chain:
                 limit = min(limit, controls.max_draft_tokens)
             request[LIMITS + each.place] = limit
             each.guard.open(slot, controls)
-        self._find_of_use()
+        self._find_usable()
 
     def close(self, slots: Int64Array) -> None:
         """Drops all state of these finished or aborted requests; their slots become free."""
         for each in self._sources:
             each.guard.close(slots)
-            if isinstance(each, RemoteAsk):
+            if isinstance(each, RemoteAskPolicy):
                 each.forget(slots)
         self._work.requests[slots, LIMITS:] = 0
-        self._find_of_use()
+        self._find_usable()
 
     def observe(
         self, batch: DraftBatch, num_new: Int32Array, num_verified: Int32Array
@@ -212,8 +218,8 @@ class Chain:
         """
         if self._num_offered:
             return 0
-        idle = (each.num_idle_steps(self._step, slots) for each in self._of_use if each.guard.ready)
-        return min(idle, default=MOST_PAUSE - 1)
+        idle = (each.num_idle_steps(self._step, slots) for each in self._usable if each.guard.ready)
+        return min(idle, default=MAX_ASK_INTERVAL - 1)
 
     def step(self, batch: DraftBatch, num_steps: int = 1) -> list[list[int]]:
         """Asks the sources that are due, and returns the drafts for the next step.
@@ -229,7 +235,7 @@ class Chain:
         size = len(slots)
         self._step += num_steps
         self._num_unearned_steps += num_steps
-        due = [each for each in self._of_use if each.guard.ready and each.is_due(self._step, slots)]
+        due = [each for each in self._usable if each.guard.ready and each.is_due(self._step, slots)]
         if not (due and size):
             return [[] for _ in range(size)]
         calls = [call for each in due if (call := self._call(each, batch)) is not None]
@@ -255,43 +261,45 @@ class Chain:
             if each.member.learns and each.guard.ready and len(batch.slots):
                 each.guard.propose(batch, np.zeros(len(batch.slots), np.int32))
 
-    def _find_of_use(self) -> None:
+    def _find_usable(self) -> None:
         limits = self._work.requests[:, LIMITS:]
-        self._of_use = [
+        self._usable = [
             each for each in self._sources if not each.member.needs or limits[:, each.place].any()
         ]
 
-    def _call(self, ask: Ask, batch: DraftBatch) -> _Call | None:
+    def _call(self, ask: AskPolicy, batch: DraftBatch) -> _Call | None:
         """Asks a source, which writes its drafts into the offers; None if it fails."""
         limits = self._work.limits[ask.place, : len(batch.slots)]
-        if isinstance(ask, RemoteAsk):
+        if isinstance(ask, RemoteAskPolicy):
             limits = self._remote_limits(ask, batch, limits)
             if not ask.guard.ready:  # `reading_s` has just failed
                 return None
         drafts = ask.guard.propose(batch, limits)
         return None if drafts is None else (ask, limits, drafts.lengths)
 
-    def _remote_limits(self, ask: RemoteAsk, batch: DraftBatch, limits: Int32Array) -> Int32Array:
+    def _remote_limits(
+        self, ask: RemoteAskPolicy, batch: DraftBatch, limits: Int32Array
+    ) -> Int32Array:
         """int32 ``[n]``: draft lengths to ask a remote source for, given the offered drafts."""
         slots, size = batch.slots, len(limits)
         is_patient = self._unmeasured_steps < _PATIENCE_STEPS
         is_too_early = is_patient and not self._is_calibrated(self.cost.lines, size)
         if is_too_early or not ask.is_considered(self._step):
             return np.zeros_like(limits)
-        costs, (num_tokens, rate, _) = self._foresee(
+        costs, (num_tokens, rate, _) = self._plan_step(
             *self._plan_inputs(slots), self._acceptance.state, self._work, self._plan
         )
         self._predict_unseen(self._acceptance.state, ask.place, slots, self._unseen)
         values, is_drafting = self._plan.values[:size], num_tokens > 0
         return ask.limits(
-            Situation(
+            AskContext(
                 self._step, batch, limits, values, rate, is_drafting, Costs(*costs), self._unseen
             ),
             self._work.credit_s,
         )
 
     def _plan_inputs(self, slots: Int64Array) -> tuple[object, ...]:
-        """First arguments of ``foresee`` and ``decide``; each step is passed on only once."""
+        """First arguments of ``plan_step`` and ``decide``; each step is passed on only once."""
         num_steps, self._num_unearned_steps = self._num_unearned_steps, 0
         most_tokens = max(2 * self.cost.most_draft_tokens, _FIRST_TOKENS, len(slots))
         return self.cost.lines, slots, num_steps, most_tokens
@@ -310,10 +318,10 @@ class Chain:
         """Tells the ask policies the time of their calls; local ones share the decision's time."""
         share_s = (step_s - sum(ask.guard.call_s for ask, _, _ in calls)) / max(len(calls), 1)
         for ask, asked, lengths in calls:
-            if isinstance(ask, LocalAsk):
+            if isinstance(ask, LocalAskPolicy):
                 ask.observe(ask.guard.call_s + share_s, self._plan.credits[ask.place] / rate)
                 self._work.surplus_s[ask.place] = ask.surplus_s
-            elif isinstance(ask, RemoteAsk):
+            elif isinstance(ask, RemoteAskPolicy):
                 ask.observe(asked, lengths, ask.guard.call_s)
 
     def _explain(self, costs: Costs, calls: Sequence[_Call], sent: Int32Array, gain: float) -> None:

@@ -20,7 +20,7 @@ from specserve.core.source_config import (
 )
 from specserve.policy.chain import build_chain
 from specserve.sources.base import SourceContext
-from specserve.sources.prediction import num_foretold
+from specserve.sources.prediction import num_predicted
 from specserve.trie.memory import SharedMemory
 
 
@@ -38,7 +38,7 @@ def compile_kernels() -> None:
     build_chain(sources, SpeculationMetrics(), context)
     for end in context.exits:
         end()
-    num_foretold(np.ones(1, np.int32), [1])
+    num_predicted(np.ones(1, np.int32), [1])
 
 
 if __name__ == "__main__":

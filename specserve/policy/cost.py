@@ -28,12 +28,12 @@ _SHARES = np.array([0.1, 0.01, 0.1])
 _NUM_SIZES = 40  # size classes
 _NEAR_SIZES = 2  # size classes on each side that calibrate a batch size, too
 _TOO_SHORT = 2.0  # ratio of predicted to measured time above which all coefficients are scaled
-_LEAST_S = 1e-6  # least seconds of a plain step
+_MIN_S = 1e-6  # least seconds of a plain step
 _CHANGED_AFTER = 3  # consecutive clipped measurements that count as a change
-_LEAST_NOISE, _MOST_NOISE = 0.01, 0.3  # bounds of one measurement's relative noise
+_MIN_NOISE, _MAX_NOISE = 0.01, 0.3  # bounds of one measurement's relative noise
 _CLIP = 3.0  # standard deviations at which an error is clipped
 _COMMON_DRIFT = 0.005  # relative, of all coefficients together, per measurement
-_LEAST_DRIFT = (0.002, 0.002, 0.0002)
+_MIN_DRIFT = (0.002, 0.002, 0.0002)
 """Least drift of a step's three coefficients per measurement, in plain steps."""
 
 _MEAN, _DRIFT, _GAIN, _COVARIANCE = 0, 3, 6, 9
@@ -140,13 +140,13 @@ def costs_of(lines, num_requests):  # type: ignore[no-untyped-def]
     size = _nearest(lines, num_requests)
     if size < 0:
         return 1.0, 1.0, _ASSUMED_SLOPE
-    plain = max(lines[size, _MEAN], _LEAST_S)
+    plain = max(lines[size, _MEAN], _MIN_S)
     first, slope = lines[size, _MEAN + 1], lines[size, _MEAN + 2]
     return plain, plain + max(first, 0.0), max(slope, 1e-4 * plain)
 
 
 @kernel
-def doubt_about(lines, num_requests, num_draft_tokens):  # type: ignore[no-untyped-def]
+def cost_deviation(lines, num_requests, num_draft_tokens):  # type: ignore[no-untyped-def]
     """Standard deviation in seconds of the cost that the draft tokens add to a plain step."""
     size = _nearest(lines, num_requests)
     if size < 0:
@@ -190,7 +190,7 @@ def _new_size(lines, size, num_requests, num_draft_tokens, seconds):  # type: ig
     slope_deviation = max(slope, _ASSUMED_SLOPE) * scale
     prior = (scale, first * scale, slope * scale)
     deviation = (0.5 * scale, 0.2 * scale, slope_deviation)
-    drift = (_LEAST_DRIFT[0] * scale, _LEAST_DRIFT[1] * scale, 0.02 * slope_deviation)
+    drift = (_MIN_DRIFT[0] * scale, _MIN_DRIFT[1] * scale, 0.02 * slope_deviation)
     _reset(lines[size], prior, deviation, drift)
 
 
@@ -198,7 +198,7 @@ def _new_size(lines, size, num_requests, num_draft_tokens, seconds):  # type: ig
 def _bound_drift(line):  # type: ignore[no-untyped-def]
     """Raises each drift to its minimum, so that even a small coefficient stays adaptable."""
     for i in range(3):
-        least = _LEAST_DRIFT[i] * line[_MEAN]
+        least = _MIN_DRIFT[i] * line[_MEAN]
         line[_DRIFT + i] = max(line[_DRIFT + i], least * least)
 
 
@@ -245,7 +245,7 @@ def _update(line, features, seconds):  # type: ignore[no-untyped-def]
                 for j in range(3):
                     covariance[i, j] += change * mean[i] * mean[j]
         error = sign * most
-    noise = min(max(abs(error) / scale, _LEAST_NOISE), _MOST_NOISE)
+    noise = min(max(abs(error) / scale, _MIN_NOISE), _MAX_NOISE)
     line[_NOISE] += 0.05 * (noise - line[_NOISE])
     for i in range(3):
         mean[i] += gain[i] / variance * error

@@ -20,10 +20,10 @@ import numpy as np
 from specserve.core.compile import inner, kernel
 from specserve.core.types import Float64Array, Int32Array
 
-LEAST_GAIN = 0.02
+MIN_GAIN = 0.02
 """Least expected gain of drafts, as a share of the plain rate. Smaller gains are lost in noise."""
 
-PROBE_TOKENS, PROBE_HOPE = 3, 0.5
+PROBE_TOKENS, MIN_PROBE_ACCEPTANCE = 3, 0.5
 """Longest draft in tokens that is sent to measure the cost of drafts, and the share of it that must
 be expected to be accepted. Acceptance itself is learned without sending drafts."""
 
@@ -95,7 +95,7 @@ def plan(survival, lengths, n, costs, rank, fixed, most, found):  # type: ignore
         rate = (n + expected) / (base + slope * num_tokens) if num_tokens else plain_rate
         if abs(rate - before) <= 1e-6 * before:
             break
-    if num_tokens and rate < (1.0 + LEAST_GAIN) * plain_rate:
+    if num_tokens and rate < (1.0 + MIN_GAIN) * plain_rate:
         num_tokens, expected = _choose(
             survival, lengths, n, rank, fixed, rate * slope, 0, source, chosen, values
         )
@@ -177,7 +177,7 @@ def probe(survival, lengths, n, found):  # type: ignore[no-untyped-def]
             count, total = min(lengths[each, row], PROBE_TOKENS), 0.0
             for j in range(count):
                 total += survival[each, row, j]
-            if total > PROBE_HOPE * count and total > best:
+            if total > MIN_PROBE_ACCEPTANCE * count and total > best:
                 best, found.source[row], found.lengths[row] = total, each, count
         expected += best
         num_tokens += found.lengths[row]
@@ -227,7 +227,7 @@ def plan_call(  # type: ignore[no-untyped-def]
         if length >= most:
             break
         length = min(2 * length, most)
-    if best <= LEAST_GAIN * n:
+    if best <= MIN_GAIN * n:
         return 0.0
     surplus = -overhead - rate * (call_s + token_s * best_length)
     for row in range(n):
@@ -242,7 +242,7 @@ def plan_call(  # type: ignore[no-untyped-def]
                 asked[row] = min(best_length, limits[row])
                 if waits_s[row] == 0.0:
                     surplus += gain
-    if surplus > LEAST_GAIN * n:
+    if surplus > MIN_GAIN * n:
         return surplus
     # Requests that can be answered now do not pay for the call. No step waits for texts to be read.
     for row in range(n):

@@ -10,19 +10,19 @@ from typing import NamedTuple
 from specserve.core.compile import inner, kernel
 from specserve.core.types import BoolArray, Float64Array, Int32Array, Int64Array
 from specserve.policy.acceptance import learn, survival_of
-from specserve.policy.cost import costs_of, doubt_about, is_calibrated
+from specserve.policy.cost import cost_deviation, costs_of, is_calibrated
 from specserve.policy.planner import plan, probe
 
 EXPLORED_SHARE = 0.01
 """Share of the plain step time that exploration may use."""
 
-_MOST_SAVED_STEPS, _SPENDABLE_STEPS = 4.0, 2.0
+_MAX_SAVED_STEPS, _SPENDABLE_STEPS = 4.0, 2.0
 """Upper bound of the exploration budget, and the budget that pays for any price; in plain steps."""
 
 _SIGMAS = 3.0
 """Exploration must lose less time than this many standard deviations of the drafts' step cost."""
 
-MOST_OUTPUT, LEAST_OUTPUT, NUM_SENT, SENT_LABEL, LIMITS = range(5)
+MAX_OUTPUT, MIN_OUTPUT, NUM_SENT, SENT_LABEL, LIMITS = range(5)
 """Columns of ``Workspace.requests``: most output tokens; output tokens before a stop token may end
 the request; length and label of its last sent draft; then each source's longest draft."""
 
@@ -89,8 +89,8 @@ def observe(a, work, num_drafts, max_len, batch, num_new, num_verified, outcomes
             requests[slot, NUM_SENT] = 0
             text, prompt = num_tokens[row], num_prompt_tokens[row]
             # The target samples one more token after the draft. It must fit, too.
-            room = min(prompt + requests[slot, MOST_OUTPUT], max_len) - text - 1
-            num_until_stop = prompt + requests[slot, LEAST_OUTPUT] - text
+            room = min(prompt + requests[slot, MAX_OUTPUT], max_len) - text - 1
+            num_until_stop = prompt + requests[slot, MIN_OUTPUT] - text
             if num_until_stop > 0:
                 # vLLM masks stop tokens after a draft if it masks them at the draft's first token.
                 # So the token after the draft must be one that cannot stop either.
@@ -101,7 +101,7 @@ def observe(a, work, num_drafts, max_len, batch, num_new, num_verified, outcomes
 
 
 @kernel
-def foresee(lines, slots, num_steps, most_tokens, a, work, found):  # type: ignore[no-untyped-def]
+def plan_step(lines, slots, num_steps, most_tokens, a, work, found):  # type: ignore[no-untyped-def]
     """Plans the step with the drafts offered so far, and updates the exploration budget.
 
     Args:
@@ -131,14 +131,14 @@ def decide(lines, slots, num_steps, most_tokens, is_impatient, a, work, found): 
 
     Args:
         is_impatient: whether drafts are sent although calibration is not complete. The other
-            arguments are those of :func:`foresee`.
+            arguments are those of :func:`plan_step`.
 
     Returns:
         (costs of the step; the plan's result; number of draft tokens that are sent; number of
         offered drafts; whether plain steps of about this batch size were measured).
     """
     n = slots.shape[0]
-    costs, planned = foresee(lines, slots, num_steps, most_tokens, a, work, found)
+    costs, planned = plan_step(lines, slots, num_steps, most_tokens, a, work, found)
     is_known = is_calibrated(lines, n)
     if not (is_known or is_impatient):
         for row in range(n):
@@ -158,7 +158,7 @@ def decide(lines, slots, num_steps, most_tokens, is_impatient, a, work, found): 
 def earn(credit_s, step_s, num_steps):  # type: ignore[no-untyped-def]
     """Adds 1 % of ``num_steps`` steps of ``step_s`` seconds to the budget, up to four steps."""
     earned_s = credit_s[0] + num_steps * EXPLORED_SHARE * step_s
-    credit_s[0] = min(earned_s, _MOST_SAVED_STEPS * step_s)
+    credit_s[0] = min(earned_s, _MAX_SAVED_STEPS * step_s)
 
 
 @kernel
@@ -206,7 +206,7 @@ def _explore(work, lines, n, costs, planned, found):  # type: ignore[no-untyped-
     else:
         num_tokens, expected = probe(work.survival, work.lengths, n, found)
         loss_s = base + slope * num_tokens - plain * (1.0 + expected / max(n, 1))
-    is_worth = num_tokens > 0 and loss_s < _SIGMAS * doubt_about(lines, n, num_tokens)
+    is_worth = num_tokens > 0 and loss_s < _SIGMAS * cost_deviation(lines, n, num_tokens)
     if (is_worth and spend(work.credit_s, loss_s, plain)) == is_plain:
         found.source[:n], found.lengths[:n] = -1, 0
 

@@ -77,7 +77,7 @@ class RemoteSource(Source, Protocol):
         """
         ...
 
-    def must_see(self, slots: Int64Array) -> BoolArray:
+    def are_followed(self, slots: Int64Array) -> BoolArray:
         """bool ``[n]``: requests of which the source loses data in a step that does not call it."""
         ...
 

@@ -19,7 +19,7 @@ from specserve.wire.messages import DraftAnswer, DraftRequest, Refusal, TextRow
 LOST_S = 1.0
 """Seconds after the end of its budget until a request without an answer is given up."""
 
-MOST_READING_S = 0.01
+MAX_READING_S = 0.01
 """Most seconds for reading replies that a step does not wait for: a flood must not delay it."""
 
 
@@ -106,7 +106,7 @@ class DrafterLink:
 
     def replies(self, deadline: float = 0.0) -> Iterator[tuple[Sent, DraftAnswer | Refusal]]:
         """Yields replies until a monotonic time, by default those that have already arrived."""
-        end = max(deadline, time.monotonic() + MOST_READING_S)
+        end = max(deadline, time.monotonic() + MAX_READING_S)
         while self._socket is not None and (now := time.monotonic()) < end:
             self._socket.setsockopt(zmq.RCVTIMEO, max(0, round(1000 * (deadline - now))))
             try:

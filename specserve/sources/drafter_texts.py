@@ -56,7 +56,7 @@ class DrafterTexts:
         self._is_known[slots], self._request[slots] = False, 0
         return list(known)
 
-    def begin_anew(self) -> None:
+    def forget_all(self) -> None:
         """Records that the drafter is another one, which holds no text."""
         self.held[:], self.has_room[:] = 0, True
         self._not_before[np.isfinite(self._not_before)] = 0.0
@@ -65,7 +65,7 @@ class DrafterTexts:
         """bool ``[n]``: texts that are wanted, in no unanswered request, and not paused."""
         return self._not_before[slots] <= time.monotonic()
 
-    def are_under_way(self, slots: Int64Array) -> BoolArray:
+    def are_in_flight(self, slots: Int64Array) -> BoolArray:
         """bool ``[n]``: texts in an unanswered request."""
         return self._request[slots] > 0
 

@@ -17,8 +17,8 @@ from specserve.sources.base import Member
 
 logger = logging.getLogger(__name__)
 
-FIRST_REST_S = 1.0
-LONGEST_REST_S = 60.0
+FIRST_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 60.0
 
 T = TypeVar("T")
 
@@ -26,9 +26,9 @@ T = TypeVar("T")
 class GuardedSource:
     """Wraps a source so that its errors cannot fail a request.
 
-    An error switches the source off for ``FIRST_REST_S``. Each further error doubles this back-off,
-    up to ``LONGEST_REST_S``. The first call after it is a probe: if the source answers, it is
-    switched on again and the back-off is reset.
+    An error switches the source off for ``FIRST_BACKOFF_S``. Each further error doubles this
+    back-off, up to ``MAX_BACKOFF_S``. The first call after it is a probe: if the source answers, it
+    is switched on again and the back-off is reset.
 
     Args:
         member: the source.
@@ -59,7 +59,7 @@ class GuardedSource:
         self._clock = clock
         self._offers = offers
         self._up = True
-        self._backoff = Backoff(FIRST_REST_S, LONGEST_REST_S)
+        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self._checked = Drafts.empty(0, 1)
         none = np.zeros(0, np.int64), np.zeros(0, np.int32)
         self._take = direct(_take, offers, *none, self._checked, self._bounds)

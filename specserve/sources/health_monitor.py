@@ -26,19 +26,19 @@ and may start a drafter. Raises :class:`SpecServeError` with the reason if that 
 Report = Callable[[bool, str], None]
 """Called with whether a drafter can be asked and, if not, the reason; empty: unknown."""
 
-GREET_UP_S, GREET_DOWN_S = 1.0, 0.2
+HELLO_UP_S, HELLO_DOWN_S = 1.0, 0.2
 """Interval of hello messages in seconds, while the drafter may be asked and while it may not."""
 
 SILENT_S = 2.0
 """Seconds without an answer to a hello after which the monitor calls ``find`` again."""
 
-MOST_SILENT_LOOKS = 15
+MAX_SILENT_FINDS = 15
 """Times ``find`` may return a drafter that answers no hello before a warning is logged."""
 
-LONGEST_REST_S = 10.0
+MAX_BACKOFF_S = 10.0
 """Longest back-off in seconds for a drafter that answers hellos in time, but no requests."""
 
-TRIPS_TOLD = 6
+MAX_LOGGED_TRIPS = 6
 """Number of consecutive trips before a warning is logged; they take about 10 seconds."""
 
 
@@ -60,7 +60,7 @@ class Wanted:
     hidden_size: int
     replica: str = ""
 
-    def objection(self, card: Card) -> str:
+    def mismatch(self, card: Card) -> str:
         """Why a drafter does not fit, with both values; empty: it fits.
 
         Sizes of equal vocabularies are not compared: their padding may differ.
@@ -115,7 +115,7 @@ class HealthMonitor:
         self.peer: Peer | None = None
         self._reason = ""  # why peer is None
         self._lock = threading.Lock()  # trip() and the thread both change the peer
-        self._backoff = Backoff(GREET_DOWN_S, LONGEST_REST_S)
+        self._backoff = Backoff(HELLO_DOWN_S, MAX_BACKOFF_S)
         self._num_trips = self._connection = 0
         self._number = self._first_valid = 0  # of hellos; answers to earlier ones are ignored
         self._context = zmq.Context()
@@ -136,7 +136,7 @@ class HealthMonitor:
             self._first_valid = self._number + 1
             self._backoff.fail(time.monotonic())
             self._num_trips += 1
-        if self._num_trips == TRIPS_TOLD:
+        if self._num_trips == MAX_LOGGED_TRIPS:
             self._warn()
 
     def reset(self) -> None:
@@ -160,7 +160,7 @@ class HealthMonitor:
                 self._read_reply()
             except SpecServeError as error:
                 self._refuse(str(error))
-                self._closing.wait(GREET_UP_S)
+                self._closing.wait(HELLO_UP_S)
             except Exception:  # no failure may end the thread
                 logger.exception("Looking for the %s drafter failed; retrying", self._wanted.kind)
                 self._closing.wait(SILENT_S)
@@ -182,19 +182,19 @@ class HealthMonitor:
             self._endpoint = Endpoint.parse(found)
         self._disconnect()
         if self._endpoint is None:
-            self._closing.wait(GREET_UP_S)
+            self._closing.wait(HELLO_UP_S)
             return
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._endpoint.connect(self._socket)
         self._hello_sent_at, self._unanswered_since = 0.0, None
         self._num_silent_finds += found is not None
-        if found is not None and self._num_silent_finds > MOST_SILENT_LOOKS:
+        if found is not None and self._num_silent_finds > MAX_SILENT_FINDS:
             self._refuse(f"{self._endpoint.place} does not answer; is the way to its port open?")
 
     def _send_hello(self) -> None:
         now = time.monotonic()
-        pause_s = GREET_DOWN_S if self.peer is None else GREET_UP_S
+        pause_s = HELLO_DOWN_S if self.peer is None else HELLO_UP_S
         if self._socket is None or now - self._hello_sent_at < pause_s:
             return
         self._hello_sent_at = now
@@ -206,14 +206,14 @@ class HealthMonitor:
             self._socket.send_multipart(encode(hello), zmq.NOBLOCK)
 
     def _read_reply(self) -> None:
-        if self._socket is None or not self._socket.poll(int(GREET_DOWN_S * 1000)):
+        if self._socket is None or not self._socket.poll(int(HELLO_DOWN_S * 1000)):
             return
         reply = decode_reply(self._socket.recv_multipart())
         if isinstance(reply, Card):
             assert self._endpoint is not None
             self._unanswered_since, self._num_silent_finds = None, 0
-            if objection := self._wanted.objection(reply):
-                self._refuse(f"{reply.model} at {self._endpoint.place} has {objection}")
+            if mismatch := self._wanted.mismatch(reply):
+                self._refuse(f"{reply.model} at {self._endpoint.place} has {mismatch}")
             else:
                 self._accept(reply, self._endpoint)
 

@@ -85,7 +85,7 @@ class PredictionSource:
         self._requests[slots] = 0
 
 
-def num_foretold(prediction: Int32Array, answer: Sequence[int]) -> int:
+def num_predicted(prediction: Int32Array, answer: Sequence[int]) -> int:
     """Number of an answer's tokens that its prediction, int32 ``[m]``, predicted correctly."""
     request = np.array((0, 0, *_INITIAL_STATE), np.int64)
     text = np.array(answer, np.int32)
@@ -136,12 +136,12 @@ def _follow(prediction, output, length, request):  # type: ignore[no-untyped-def
     Returns:
         Number of new tokens that the prediction predicted correctly.
     """
-    num_foretold, seen = 0, request[_SEEN]
+    num_predicted, seen = 0, request[_SEEN]
     for position in range(seen, length):
         place = request[_PLACE]
         is_known = 0 <= place < prediction.shape[0]
         if is_known and prediction[place] == np.uint64(output[position]):
-            num_foretold += 1
+            num_predicted += 1
             request[_PLACE] += 1
             request[_MATCHED] += 1
             if request[_MATCHED] >= ENOUGH_TOKENS:
@@ -151,16 +151,16 @@ def _follow(prediction, output, length, request):  # type: ignore[no-untyped-def
     if request[_PLACE] < 0 and seen < length:
         _align(prediction, output, length, request)
     request[_SEEN] = max(seen, length)
-    return num_foretold
+    return num_predicted
 
 
 @kernel
 def follow_each(prediction, output, request):  # type: ignore[no-untyped-def]
     """Follows an output one token a step; returns how many tokens were predicted correctly."""
-    num_foretold = 0
+    num_predicted = 0
     for position in range(output.shape[0]):
-        num_foretold += _follow(prediction, output, position + 1, request)
-    return num_foretold
+        num_predicted += _follow(prediction, output, position + 1, request)
+    return num_predicted
 
 
 @kernel

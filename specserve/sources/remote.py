@@ -63,7 +63,7 @@ PENDING_STATES = 32_768
 """Most hidden states kept until the drafter confirms them, of all requests together: those of a
 few prefill steps. 448 MiB at a hidden size of 7168."""
 
-REST_S = 1.0
+BACKOFF_S = 1.0
 """Seconds until a text is sent again that the drafter had no room for or failed to compute."""
 
 _READING_RATE = 0.1
@@ -172,10 +172,10 @@ class DrafterClient:
         is_unfit |= num_tokens > peer.max_tokens
         if np.count_nonzero(is_unfit):
             seconds[is_unfit] = np.nan
-            seconds[self._texts.are_under_way(slots)] = np.inf
+            seconds[self._texts.are_in_flight(slots)] = np.inf
         return seconds
 
-    def must_see(self, slots: Int64Array) -> BoolArray:
+    def are_followed(self, slots: Int64Array) -> BoolArray:
         """bool ``[n]``: texts that are followed, see :class:`FollowedTexts`.
 
         If the source has no turn in a step, it loses the step's hidden states of these texts.
@@ -229,7 +229,7 @@ class DrafterClient:
             self._give_up(math.inf)
         if is_other:
             self._position_s = 0.0  # its speed may differ
-            self._texts.begin_anew()
+            self._texts.forget_all()
         self._peer = peer
         return peer
 
@@ -346,7 +346,7 @@ class DrafterClient:
             if reply.reason != "expired":
                 self._metrics.count_error(self._kind)
             if reply.reason == "failed" and sent.num_read:
-                self._texts.rest(slots, REST_S)
+                self._texts.rest(slots, BACKOFF_S)
             return True
         if len(reply.rows) != len(sent.slots):
             self._metrics.count_error(self._kind)
@@ -375,7 +375,7 @@ class DrafterClient:
                 self._states.drop(slot)
         if is_refused or row.problem:
             of_slot = np.array([slot])
-            self._texts.rest(of_slot, math.inf if row.problem == "unfit" else REST_S)
+            self._texts.rest(of_slot, math.inf if row.problem == "unfit" else BACKOFF_S)
 
     def _fill(
         self, drafts: Drafts, rows: Int64Array, answer: DraftAnswer, limits: Int32Array

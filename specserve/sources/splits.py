@@ -25,7 +25,7 @@ ONLY_ONE, USUAL, LAST, UNUSUAL = 1.0, 0.9, 0.5, 0.3
 the tokenizer's split; upper bound if it ends the text, since the model may write a longer one; it
 is the longest token and no token of the tokenizer's split begins here."""
 
-MOST_PLACES = 1 << 16
+MAX_PLACES = 1 << 16
 """Most entries of the table."""
 
 
@@ -41,7 +41,7 @@ class Splits:
             place = _place(owner, before, text[:size])
             self._written[place] = token
             self._written.move_to_end(place)
-        while len(self._written) > MOST_PLACES:
+        while len(self._written) > MAX_PLACES:
             self._written.popitem(last=False)
 
     def split(

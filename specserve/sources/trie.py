@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 LEARN_TOKENS_PER_STEP = 4096
 """Most tokens of long prompts learned in one step, over all requests: 1 to 2 ms."""
 
-TOLD_S = 600.0
+SHOWN_S = 600.0
 """Seconds for which ``reason`` says that a namespace has no trie; less, if a request finds one."""
 
 _NO_TRIE = -1
@@ -231,7 +231,9 @@ class TrieMisses:
             return
         now = self._clock()
         known = self._misses.pop(namespace, None)
-        self._misses = {name: miss for name, miss in self._misses.items() if miss[0] > now - TOLD_S}
+        self._misses = {
+            name: miss for name, miss in self._misses.items() if miss[0] > now - SHOWN_S
+        }
         if reason:
             self._misses[namespace] = now, reason
             if known is None:

@@ -31,7 +31,7 @@ from specserve.trie.layout import (
     FLAGS,
     FROM_CLUSTER,
     LENGTH,
-    MOST_USE,
+    MAX_USE,
     NEXT,
     OUTPUT,
     OWNER,
@@ -45,21 +45,21 @@ from specserve.trie.pages import open_slot
 GROUP = 32
 """Requests of a group: their lookups take turns."""
 
-_MOST_PLACES, _MOST_HOPS = 16, 32
+_MAX_PLACES, _MAX_HOPS = 16, 32
 """Places of one context that a lookup weighs, and that it visits, at most."""
 
 _HALF_EVIDENCE = 4.0
 """Evidence at which a token is right with probability 0.5. Evidence is ``r = sqrt(m^3 n)``, where
 ``n`` places match ``m`` tokens of context. If all places agree, the probability is ``r / (r + 4)``.
 Seen on Python code: 0.4 after 2 tokens in one place, 0.8 after 6, 0.98 after 32."""
-_LONGEST_MATCH = 32
+_MAX_MATCH = 32
 _OWN_WEIGHT, _PROMPT_WEIGHT = 16.0, 0.5
 """Factors for the request's own text and for other requests' prompts; other outputs have 1."""
 
 _HALVINGS_PER_PAGE = PAGE / 1e6
 """The weight of a text halves with every million tokens learned after it."""
 
-_MOST_HALVINGS = 64.0
+_MAX_HALVINGS = 64.0
 LOCAL, CLUSTER = 0, 1
 """Labels of drafts: most of the first token's weight is from this replica's text, or others'."""
 
@@ -102,8 +102,8 @@ class Group(NamedTuple):
             [
                 *np.zeros((6, GROUP), np.int64),
                 np.zeros((GROUP, NUM_LEVELS), np.int64),
-                *np.zeros((4, GROUP, _MOST_PLACES), np.int64),
-                np.zeros((GROUP, _MOST_PLACES)),
+                *np.zeros((4, GROUP, _MAX_PLACES), np.int64),
+                np.zeros((GROUP, _MAX_PLACES)),
             ]
         )
 
@@ -127,7 +127,7 @@ def _match_len(a, position, token_ids, row, length):  # type: ignore[no-untyped-
     offset = position % PAGE
     if offset >= a.pages[page, LENGTH]:
         return 0
-    longest = min(_LONGEST_MATCH, length)
+    longest = min(_MAX_MATCH, length)
     count = 0
     while count < longest and a.tokens[page * PAGE + offset] == token_ids[row, length - 1 - count]:
         count += 1
@@ -178,7 +178,7 @@ def _hop(a, group, i, token_ids, row, length, lowest, min_match_len):  # type: i
         if is_valid and match >= min_match_len and is_seen:
             # The stamp counts pages modulo 2^32. The cap keeps the weight of old places above 0.
             num_pages = (a.scalars[CLOCK] // PAGE - np.int64(a.pages[page, STAMP])) & 0xFFFFFFFF
-            weight = match * np.exp2(-min(_HALVINGS_PER_PAGE * num_pages, _MOST_HALVINGS))
+            weight = match * np.exp2(-min(_HALVINGS_PER_PAGE * num_pages, _MAX_HALVINGS))
             if is_own:
                 weight *= _OWN_WEIGHT
             elif after % PAGE < a.pages[after // PAGE, OUTPUT]:
@@ -192,7 +192,7 @@ def _hop(a, group, i, token_ids, row, length, lowest, min_match_len):  # type: i
             prefetch(a.tokens, after + PAGE // 4)
     group.hops[i] += 1
     older = np.int64(a.older[position, level])
-    if is_valid and older >= 0 and group.hops[i] < _MOST_HOPS and count < _MOST_PLACES:
+    if is_valid and older >= 0 and group.hops[i] < _MAX_HOPS and count < _MAX_PLACES:
         _go_to(a, group, i, older)
         return True
     return count == 0 and _descend(a, group, i, lowest)
@@ -298,7 +298,7 @@ def _draft(a, group, i, limit, floor, draft, confidence):  # type: ignore[no-unt
             place, end = places[j] + 1, ends[j]
             if index == 0:
                 page = places[j] // PAGE
-                a.page_use[page] = min(a.page_use[page] + 1, MOST_USE)
+                a.page_use[page] = min(a.page_use[page] + 1, MAX_USE)
                 if a.pages[page, FLAGS] & FROM_CLUSTER:
                     cluster_weight += weights[j]
             if place == end:

@@ -12,7 +12,7 @@ from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic
 
 from specserve.core.compile import inner
-from specserve.trie.layout import BUCKET, CUT, FLAGS, LEVELS, MOST_USE, PAGE, PREV
+from specserve.trie.layout import BUCKET, CUT, FLAGS, LEVELS, MAX_USE, PAGE, PREV
 
 LENGTHS = np.array(LEVELS, np.int64)
 LONGEST = LEVELS[-1]
@@ -151,7 +151,7 @@ def put_place(a, level, mixed, position):  # type: ignore[no-untyped-def]
     if free:
         a.table[level, start + trailing_zeros(free)] = entry
         return -1
-    least, victim, first = MOST_USE + 1, start, np.int64(mixed >> _S29) & (BUCKET - 1)
+    least, victim, first = MAX_USE + 1, start, np.int64(mixed >> _S29) & (BUCKET - 1)
     for i in range(BUCKET):
         slot = start + (first + i) % BUCKET
         use = a.page_use[(np.int64(a.table[level, slot] & _LOW) - 1) // PAGE]

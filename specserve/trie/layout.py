@@ -24,7 +24,7 @@ FROM_CLUSTER, PRIVATE, CUT = 1, 2, 4
 """Flags of a page: text of another replica; used for its own request only; does not continue the
 page before it. A slot's flags are for its next page."""
 
-MOST_USE = 3
+MAX_USE = 3
 """Largest value of ``Arrays.page_use``."""
 
 NEXT, PREV, LENGTH, OUTPUT, OWNER, STAMP, FLAGS = range(7)

@@ -11,7 +11,7 @@ from specserve.trie.memory import TrieMemory
 from specserve.trie.records import Record
 from specserve.trie.token_trie import NO_SEQUENCE, TokenTrie
 
-MOST_GROWING = 4096
+MAX_OPEN_TEXTS = 4096
 """Limit of open texts of other replicas in a namespace; beyond it, the oldest is closed."""
 
 _GROWING_SHARE = 4
@@ -59,7 +59,7 @@ class ClusterLearner:
         if trie is None:
             return
         now, texts = self._clock(), self._open[record.namespace]
-        most = min(MOST_GROWING, trie.num_pages // _GROWING_SHARE)
+        most = min(MAX_OPEN_TEXTS, trie.num_pages // _GROWING_SHARE)
         known = texts.pop(record.sequence, None)
         while texts and (len(texts) >= most or _oldest(texts).last_record_at < now - SILENT_S):
             _, oldest = texts.popitem(last=False)

@@ -8,7 +8,7 @@ from math import inf
 from specserve.trie.records import Ranges, Record
 from specserve.trie.seen_records import SeenRecords
 from specserve.trie.token_log import TokenLog
-from specserve.trie.tombstones import is_meant
+from specserve.trie.tombstones import is_purged_by
 
 Unsent = dict[tuple[str, int], Record]
 """Records by origin and number, in sending order."""
@@ -48,7 +48,7 @@ class Outbox:
             return False
         if record.kind != "text":
             for unsent in (self._own, self._others):
-                for each in [each for each in unsent.values() if is_meant(record, each)]:
+                for each in [each for each in unsent.values() if is_purged_by(record, each)]:
                     self._pop_unsent(each)
         return True
 

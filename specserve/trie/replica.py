@@ -31,10 +31,10 @@ BATCH_BYTES = 256 << 10
 ALONE_FACTOR = 5.0
 """Factor on the call interval while no other replica is there to read this one's text."""
 
-LONGEST_REST_S = 1.0
+MAX_BACKOFF_S = 1.0
 """Longest back-off between calls while the store does not answer, in seconds."""
 
-REFUSED_REST_S = 30.0
+REFUSED_BACKOFF_S = 30.0
 """Time between calls after the store has refused this replica, in seconds."""
 
 MAX_QUEUED = 1 << 12
@@ -164,7 +164,7 @@ class TrieReplica:
         except Exception:  # no error may end the thread
             logger.exception("The link to the draft memory failed; it goes on")
             self.up = False
-            rest_s = LONGEST_REST_S
+            rest_s = MAX_BACKOFF_S
         return rest_s
 
     def _run(self) -> None:
@@ -238,11 +238,11 @@ class TrieReplica:
         if not self._outage_logged and (self.epoch or self._failures_in_a_row > STARTING_CALLS):
             self._outage_logged = True
             logger.warning("The draft memory does not answer, drafts go on without it: %s", error)
-        longest_s = min(LONGEST_REST_S, 0.1 * 2.0 ** min(self._failures_in_a_row, 10))
+        longest_s = min(MAX_BACKOFF_S, 0.1 * 2.0 ** min(self._failures_in_a_row, 10))
         return random.uniform(0.5, 1.0) * longest_s
 
     def _note_refusal(self, reason: str) -> float:
         if not self.refused:
             logger.error("Drafts go on without the cluster's memory: %s", reason)
         self.up, self.refused = False, reason
-        return REFUSED_REST_S
+        return REFUSED_BACKOFF_S

@@ -16,7 +16,7 @@ from specserve.trie.token_log import LogState
 
 logger = logging.getLogger(__name__)
 
-MOST_ASKING = 4
+MAX_WAITING_SAVES = 4
 """Calls that may wait for a snapshot. A store runs eight calls at a time: if the file system hangs,
 four remain for the replicas."""
 
@@ -62,7 +62,7 @@ class SnapshotKeeper:
         self._state = state
         self._take_over = take_over
         self._lock = threading.Lock()
-        self._asking = threading.BoundedSemaphore(MOST_ASKING)
+        self._asking = threading.BoundedSemaphore(MAX_WAITING_SAVES)
         self._was_read = False
         self._saved: Ranges = {}
         self._saved_at = 0.0
@@ -83,7 +83,7 @@ class SnapshotKeeper:
                 calls wait for one.
         """
         if not self._asking.acquire(blocking=False):
-            reason = f"{MOST_ASKING} calls wait for a snapshot already"
+            reason = f"{MAX_WAITING_SAVES} calls wait for a snapshot already"
             raise SnapshotError(f"{self._file.url}: {reason}; ask again when it is written")
         try:
             with self._lock:

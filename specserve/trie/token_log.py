@@ -10,7 +10,7 @@ import msgspec
 from specserve.trie.namespaces import is_part_of
 from specserve.trie.records import MAX_RECORD_TOKENS, Ranges, Record
 from specserve.trie.seen_records import SeenRecords
-from specserve.trie.tombstones import Tombstones, is_meant, is_replaced
+from specserve.trie.tombstones import Tombstones, is_purged_by, is_replaced
 
 MIN_BYTES = 1 << 16
 """Smallest log: a few of the longest records."""
@@ -175,7 +175,7 @@ class TokenLog:
         for index in range(self._head, len(self._slots)):
             record = self._slots[index]
             if record is not None and (
-                is_meant(tombstone, record) or is_replaced(tombstone, record)
+                is_purged_by(tombstone, record) or is_replaced(tombstone, record)
             ):
                 self._slots[index] = None
                 self._count(record, -1)

@@ -33,7 +33,7 @@ from specserve.trie.layout import (
 )
 from specserve.trie.step import step
 
-LEAST_PAGES = 16
+MIN_PAGES = 16
 """Pages of the smallest trie; a smaller one would evict a text while it is being learned."""
 
 NO_SEQUENCE = -1
@@ -59,8 +59,8 @@ class TokenTrie:
 
     def __init__(self, max_bytes: int) -> None:
         num_pages = pages_in(max_bytes)
-        if num_pages < LEAST_PAGES:
-            raise ValueError(f"max_bytes: {max_bytes} is too small for {LEAST_PAGES} pages")
+        if num_pages < MIN_PAGES:
+            raise ValueError(f"max_bytes: {max_bytes} is too small for {MIN_PAGES} pages")
         self._arrays = allocate(num_pages)
         self._scratch = pages.Scratch.empty()
         self._lock = threading.Lock()

@@ -30,14 +30,14 @@ class Tombstones:
     def cover(self, text: Record) -> bool:
         """Whether a tombstone in force covers this text."""
         purges = map(self._tombstones.get, (half_of(text.namespace), text.namespace))
-        return any(purge is not None and is_meant(purge, text) for purge in purges)
+        return any(purge is not None and is_purged_by(purge, text) for purge in purges)
 
     def in_force(self) -> list[Record]:
         """All tombstones in force, the oldest first."""
         return list(self._tombstones.values())
 
 
-def is_meant(tombstone: Record, text: Record) -> bool:
+def is_purged_by(tombstone: Record, text: Record) -> bool:
     """Whether a tombstone covers this text."""
     is_older = text.kind == "text" and text.stamp <= tombstone.stamp
     return is_older and is_part_of(text.namespace, tombstone.namespace)

@@ -24,7 +24,7 @@ MAX_DELAY_S = 0.4
 CHECK_S = 0.05
 """Time between two checks for texts that have waited long enough, in seconds."""
 
-MOST_AT_ONCE = 32
+MAX_AT_ONCE = 32
 """Texts published after one check, those that waited longest first: about 0.1 ms."""
 
 
@@ -100,7 +100,7 @@ class UnsentTexts:
             self._next_check = now + CHECK_S
             waiting = np.flatnonzero((tails.lengths > 0) & (tails.since <= now - MAX_DELAY_S))
             waiting = waiting[np.argsort(tails.since[waiting], kind="stable")]
-            for slot in waiting[:MOST_AT_ONCE].tolist():
+            for slot in waiting[:MAX_AT_ONCE].tolist():
                 self._publish_tail(slot)
 
     def close(self, slot: int) -> None:

@@ -21,7 +21,7 @@ from specserve.drafters.actor import (
     Seat,
     SharedDrafters,
 )
-from specserve.drafters.options import FAILED_REST_S, DrafterOptions
+from specserve.drafters.options import FAILED_BACKOFF_S, DrafterOptions
 
 OPTIONS = DrafterOptions(
     kind="mtp",
@@ -160,7 +160,7 @@ def test_a_dead_drafter_is_replaced_by_the_next_after_a_back_off(actors: Actors)
     with pytest.raises(EngineError, match="died"):
         find()
     num_asked = len(actors.asked)
-    actors.pass_time(find, FAILED_REST_S)
+    actors.pass_time(find, FAILED_BACKOFF_S)
     assert len(actors.asked) == num_asked
     assert find() not in (None, first)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specserve.drafters.causal_model import CausalModel
-from specserve.drafters.ops import laid_out, likeliest
+from specserve.drafters.ops import laid_out, most_likely
 from tests.drafters.mtp_reference import MODEL
 
 CPU = torch.device("cpu")
@@ -28,13 +28,13 @@ def test_a_loaded_model_has_laid_out_layers_and_one_copy_of_a_tied_head() -> Non
 
 
 def test_the_likeliest_token_comes_with_its_probability() -> None:
-    tokens, chances = likeliest(torch.tensor([[0.0, math.log(3.0)], [1000.0, -1000.0]]))
+    tokens, chances = most_likely(torch.tensor([[0.0, math.log(3.0)], [1000.0, -1000.0]]))
     assert tokens.tolist() == [1, 0]
     assert chances.tolist() == pytest.approx([0.75, 1.0])
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_the_chance_is_zero_if_a_logit_is_not_finite(wrong: float) -> None:
-    _, chances = likeliest(torch.tensor([[0.0, wrong], [0.0, 1.0]]))
+    _, chances = most_likely(torch.tensor([[0.0, wrong], [0.0, 1.0]]))
     assert chances[0] == 0
     assert chances[1] > 0.5

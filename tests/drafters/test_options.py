@@ -48,7 +48,7 @@ def test_a_warm_up_that_hangs_ends_the_process() -> None:
 import io, sys, time
 from specserve.drafters import options
 sys.stderr = io.StringIO()
-options.LONGEST_WARM_UP_S = 1
+options.MAX_WARM_UP_S = 1
 options._warm_up = lambda drafter: time.sleep(60)
 options.load(options.{options_of("draft_model", "demo-draft", 64)!r})
 """

@@ -15,8 +15,8 @@ import pytest
 
 from specserve.drafters.schedule import FEED_TOKENS
 from specserve.drafters.server import (
+    MAX_FAILURES,
     MAX_WAITING,
-    MOST_FAILURES,
     DrafterServer,
 )
 from specserve.wire.frames import encode
@@ -231,7 +231,7 @@ def test_a_failed_batch_is_computed_in_parts(
 def test_on_broken_is_called_after_repeated_failures(drafter: FakeDrafter) -> None:
     seen: list[Exception | None] = []
     calls: list[int] = []
-    errors = [MemoryError()] * (MOST_FAILURES - 1), [None], [MemoryError()] * MOST_FAILURES
+    errors = [MemoryError()] * (MAX_FAILURES - 1), [None], [MemoryError()] * MAX_FAILURES
     with (
         closing(DrafterServer(drafter, on_broken=lambda: calls.append(len(seen)))) as server,
         closing(Client(server)) as client,
@@ -241,7 +241,7 @@ def test_on_broken_is_called_after_repeated_failures(drafter: FakeDrafter) -> No
             drafter.error = error
             client.request(row(1, 10))
             assert isinstance(client.receive(), DraftAnswer) == (error is None)
-    assert calls == [2 * MOST_FAILURES]
+    assert calls == [2 * MAX_FAILURES]
 
 
 def test_garbage_is_counted_and_affects_no_other_client(
@@ -380,7 +380,7 @@ def test_a_turn_that_hangs_ends_the_process() -> None:
 from specserve.drafters import server
 from tests.drafters.client import Client, row
 from tests.drafters.fakes import FakeDrafter
-server.LONGEST_TURN_S = 3
+server.MAX_TURN_S = 3
 drafter = FakeDrafter()
 serving = server.DrafterServer(drafter)
 client = Client(serving)

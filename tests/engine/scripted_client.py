@@ -99,7 +99,7 @@ class ScriptedClient:
     def _output(
         self, request_id: str, tokens: Sequence[int], index: int, is_last: bool
     ) -> EngineCoreOutput:
-        """A step's output. The likeliest tokens are 300, 301, ..."""
+        """A step's output. The most_likely tokens are 300, 301, ..."""
         width = self.params.logprobs
         prompt = None
         if self.params.prompt_logprobs is not None:

@@ -366,7 +366,7 @@ def test_a_step_without_a_due_source_only_passes_on_the_outcomes(
     runner = Runner(a=REPEATING)
     hook.attach(runner)
     assert _step(hook, runner, [[4]]) == [[1, 2, 3, 4]]
-    monkeypatch.setattr("specserve.policy.asking.Ask.is_due", lambda *_: False)
+    monkeypatch.setattr("specserve.policy.asking.AskPolicy.is_due", lambda *_: False)
     _append(runner, 0, [1, 2, 9])
 
     assert _step(hook, runner, [[1, 2, 9]], a=[1, 2, 3, 4]) == [[]]
@@ -398,7 +398,7 @@ def test_steps_of_the_same_requests_are_idle_until_a_source_is_due(
     _step(resting, runner, [[1], [2]])
     for _ in range(3):
         assert resting.is_idle(_scheduled(runner))
-        resting.pass_over([[3], [4]])
+        resting.note_idle_step([[3], [4]])
     assert not resting.is_idle(_scheduled(runner))
     _step(resting, runner, [[5], [6]])
     assert asked_after == [1, 4]
@@ -436,7 +436,7 @@ def test_the_time_of_a_step_excludes_the_idle_steps_before_it(
     monkeypatch.setattr(resting._chain, "step", lambda *_: [[]])
     monkeypatch.setattr(resting._chain.cost, "observe", lambda *observed: seen.append(observed[2]))
     _step(resting, runner, [[1]])
-    resting.pass_over([[3]])
+    resting.note_idle_step([[3]])
     _step(resting, runner, [[5]])
     assert seen == [0.5]
 

@@ -163,7 +163,7 @@ class Hook(ProposerHook):
     def is_idle(self, scheduler_output: Any) -> bool:
         return bool(scheduler_output.is_idle)
 
-    def pass_over(self, sampled_token_ids: list[list[int]]) -> None:
+    def note_idle_step(self, sampled_token_ids: list[list[int]]) -> None:
         self.idle_steps.append(sampled_token_ids)
 
 

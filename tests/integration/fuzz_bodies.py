@@ -16,7 +16,7 @@ Body = dict[str, Any]
 
 LONGEST = 12
 """Maximum number of tokens that a case may request."""
-MOST_SEQUENCES = 3
+MAX_SEQUENCES = 3
 
 _PROMPT = "for number in numbers:\n    total += number\n" * 3
 _MESSAGES = [{"role": "user", "content": _PROMPT}]
@@ -217,7 +217,7 @@ def bounded(body: Body) -> Body:
         if isinstance(value := body.get(key), int | float):
             body[key] = min(value, LONGEST)
     if isinstance(number := body.get("n"), int | float):
-        body["n"] = min(number, MOST_SEQUENCES)
+        body["n"] = min(number, MAX_SEQUENCES)
     if isinstance(sampling := body.get("sampling_params"), dict):
         body["sampling_params"] = sampling = bounded(sampling)
         if sampling.get("max_tokens") is None:  # the rest of the context

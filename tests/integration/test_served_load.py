@@ -37,8 +37,8 @@ PROXY = "/-/healthz"
 """HAProxy answers it alone, so it measures the cost of the client and of HAProxy."""
 SHARED = ("/metrics", "/v1/speculation", "/speculation/data")
 WATCHED = (NO_REQUESTS, PROXY, *SHARED)
-MOST_LOST = 0.02
-LONGEST_S = 600
+MAX_LOST = 0.02
+MAX_S = 600
 """Time after which h2load ends by itself."""
 
 pytestmark = [
@@ -80,7 +80,7 @@ def asking(url: str, log: Path) -> Iterator[None]:
     """Sends GETs at the rate for the length of a block. Checks the rate and every answer."""
     command = [
         *("h2load", "--h1", "--clients", str(NUM_CONNECTIONS), "--threads", "1"),
-        *("--rps", str(GETS_PER_S // NUM_CONNECTIONS), "--duration", str(LONGEST_S)),
+        *("--rps", str(GETS_PER_S // NUM_CONNECTIONS), "--duration", str(MAX_S)),
         *("--log-file", str(log), url),
     ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as client:
@@ -125,6 +125,6 @@ def test_monitoring_costs_at_most_two_percent(api: Api, tmp_path: Path) -> None:
             *interval(ratios[path]),
         )
     together = [ratio for path in SHARED for ratio in ratios[path]]
-    assert statistics.median(together) >= 1 - MOST_LOST
+    assert statistics.median(together) >= 1 - MAX_LOST
     for path in SHARED:  # a single path is measured to a few percent only
-        assert interval(ratios[path])[1] >= 1 - MOST_LOST, path
+        assert interval(ratios[path])[1] >= 1 - MAX_LOST, path

@@ -95,8 +95,8 @@ class Ours:
 
     def open(self, row: int, text: Text) -> None:
         """See :class:`Contender`."""
-        most_output = len(text.tokens) - text.num_prompt_tokens
-        self.chain.open(row, RequestControls(), most_output)
+        max_output = len(text.tokens) - text.num_prompt_tokens
+        self.chain.open(row, RequestControls(), max_output)
 
     def draft(self, batch: DraftBatch, num_new: Int32Array) -> list[list[int]]:
         """See :class:`Contender`."""

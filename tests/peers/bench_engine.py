@@ -42,7 +42,7 @@ from specserve.serve.config_file import read
 from tests.peers.jobs import again_jobs, files_of_again, random_jobs
 
 CONCURRENCIES = (1, 8)
-LEAST_JOBS = 4
+MIN_JOBS = 4
 """Minimum number of jobs of a set and round."""
 
 KV_CACHE_BYTES = 256 << 20
@@ -125,7 +125,7 @@ def compare(
         entrants: the contenders. The others are compared with the first and the last one.
         rounds: jobs of each set, for each round. A turn runs as many jobs as run at once.
         concurrencies: numbers of jobs that run at once. The largest one runs all jobs. The others
-            run ``LEAST_JOBS``, or as many as run at once.
+            run ``MIN_JOBS``, or as many as run at once.
 
     Returns:
         A row for each set, contender and concurrency.
@@ -177,7 +177,7 @@ def measure(
                 for concurrency in concurrencies:
                     # A turn has just enough jobs to keep the engine busy. So contenders run within
                     # seconds of each other, while the machine's speed changes within minutes.
-                    num_jobs = min(max(LEAST_JOBS, concurrency), len(jobs))
+                    num_jobs = min(max(MIN_JOBS, concurrency), len(jobs))
                     for begin in range(0, num_jobs, concurrency):
                         few = jobs[begin : begin + concurrency]
                         for entrant, engine in turns:

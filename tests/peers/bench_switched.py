@@ -48,7 +48,7 @@ from tests.peers.jobs import SETS, JobSets
 from tests.peers.tables import print_rows
 
 CONCURRENCIES = (1, 8, 32)
-LEAST_JOBS, WAVES = 8, 3
+MIN_JOBS, WAVES = 8, 3
 NONE, ALL = "none", "all"
 
 # Modules that load vLLM are imported where they are used, after the environment is set.
@@ -99,7 +99,7 @@ def measure(
     for name in sets:
         for concurrency in concurrencies:
             speeds: dict[tuple[str, int, str], list[float]] = {}
-            number = LEAST_JOBS if concurrency == 1 else WAVES * concurrency
+            number = MIN_JOBS if concurrency == 1 else WAVES * concurrency
             order = list(states)
             for turn in track(range(num_turns + 1), f"{name}, concurrency {concurrency}"):
                 for state in order:

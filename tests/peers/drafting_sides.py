@@ -114,7 +114,7 @@ class Hook:
         def call() -> Drafts:
             if not self._hook.is_idle(scheduled):
                 return self._propose(scheduled, sampled)
-            self._hook.pass_over(sampled)
+            self._hook.note_idle_step(sampled)
             return [[] for _ in names]
 
         return call

@@ -77,4 +77,4 @@ class SourcesSwitch:
     def __call__(self, kinds: Collection[str]) -> None:
         """Switches from the next step on. No request may be open."""
         self._chain._sources = [each for each in self._all if each.member.kind in kinds]
-        self._chain._find_of_use()
+        self._chain._find_usable()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 SUFFIX = ".spans"
-_MOST_LINES = 50
+_MAX_LINES = 50
 _lines: list[str] = []
 _lock = threading.Lock()
 
@@ -28,7 +28,7 @@ def note(name: str, started_ns: int) -> None:
     ended_ns = time.monotonic_ns()
     with _lock:
         _lines.append(json.dumps((name, _row(), started_ns, ended_ns)))
-        if len(_lines) >= _MOST_LINES:
+        if len(_lines) >= _MAX_LINES:
             path = Path(os.environ["RAY_TMPDIR"], f"{os.getpid()}{SUFFIX}")
             with path.open("a") as file:
                 file.writelines(f"{line}\n" for line in _lines)

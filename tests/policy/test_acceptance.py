@@ -8,7 +8,7 @@ import pytest
 
 from specserve.core.compile import kernel
 from specserve.policy.acceptance import (
-    LEAST_SURVIVAL,
+    MIN_SURVIVAL,
     Acceptance,
     learn,
     survival_of,
@@ -106,7 +106,7 @@ def test_survival_falls_along_a_draft_and_is_zero_below_the_least() -> None:
     found = learner.expected()
     assert found == sorted(found, reverse=True)
     assert found[-1] == 0.0
-    assert all(each == 0.0 or each >= LEAST_SURVIVAL for each in found)
+    assert all(each == 0.0 or each >= MIN_SURVIVAL for each in found)
 
 
 def test_confidence_is_trusted_until_outcomes_at_the_same_level_disagree() -> None:

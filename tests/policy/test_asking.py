@@ -8,12 +8,12 @@ import pytest
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import Drafts, Float64Array, Int32Array
 from specserve.policy.asking import (
-    MOST_PAUSE,
-    MOST_PROBE_PAUSE,
-    Ask,
-    LocalAsk,
-    RemoteAsk,
-    Situation,
+    MAX_ASK_INTERVAL,
+    MAX_PROBE_INTERVAL,
+    AskContext,
+    AskPolicy,
+    LocalAskPolicy,
+    RemoteAskPolicy,
 )
 from specserve.policy.planner import Costs
 from specserve.policy.step import EXPLORED_SHARE, earn, spend
@@ -34,8 +34,8 @@ def guarded(kind: str, source: FakeLocal) -> GuardedSource:
     return GuardedSource(member, SpeculationMetrics(), 100, Clock(), Drafts.empty(4, 8))
 
 
-def local() -> LocalAsk:
-    return LocalAsk(0, guarded("ngram", FakeLocal(lambda slot: (), Clock())))
+def local() -> LocalAskPolicy:
+    return LocalAskPolicy(0, guarded("ngram", FakeLocal(lambda slot: (), Clock())))
 
 
 def full() -> Float64Array:
@@ -93,7 +93,7 @@ def test_a_local_source_that_does_not_pay_is_asked_with_back_off() -> None:
     assert idle == [0] * 7 + [1, 3, 7, 7, 7]
     assert ask.is_slow
     due = [step for step in range(24) if ask.is_due(step, SLOTS)]
-    assert due == [0, MOST_PAUSE, 2 * MOST_PAUSE]
+    assert due == [0, MAX_ASK_INTERVAL, 2 * MAX_ASK_INTERVAL]
     assert [ask.num_idle_steps(step, SLOTS) for step in (0, 1, 7)] == [7, 6, 0]
 
 
@@ -114,7 +114,7 @@ def test_one_stalled_call_does_not_start_back_off() -> None:
 
 
 def test_a_fixed_source_is_asked_in_every_step() -> None:
-    ask = Ask(0, guarded("ngram", FakeLocal(lambda slot: (), Clock())))
+    ask = AskPolicy(0, guarded("ngram", FakeLocal(lambda slot: (), Clock())))
     assert ask.is_due(1, SLOTS)
     assert not ask.is_slow
     assert ask.num_idle_steps(1, SLOTS) == 0
@@ -126,8 +126,8 @@ def source() -> FakeRemote:
 
 
 @pytest.fixture
-def ask(source: FakeRemote) -> RemoteAsk:
-    return RemoteAsk(0, guarded("mtp", source), 4)
+def ask(source: FakeRemote) -> RemoteAskPolicy:
+    return RemoteAskPolicy(0, guarded("mtp", source), 4)
 
 
 def situation(
@@ -136,12 +136,12 @@ def situation(
     unseen: float = 0.0,
     values: Sequence[float] = (0.0,),
     limits: Sequence[int] = (4,),
-) -> Situation:
+) -> AskContext:
     """A step in which each draft token of the source survives with probability ``unseen``."""
     size = len(values)
     batch = draft_batch({slot: [1, 2, 3] for slot in range(size)})
     survival = np.full((4, 8), unseen)
-    return Situation(
+    return AskContext(
         step,
         batch,
         np.array(limits, np.int32),
@@ -154,7 +154,7 @@ def situation(
 
 
 def probes(
-    ask: RemoteAsk, num_steps: int, lengths: Int32Array, account: Float64Array | None = None
+    ask: RemoteAskPolicy, num_steps: int, lengths: Int32Array, account: Float64Array | None = None
 ) -> list[int]:
     """The steps in which a source without expected gain is probed."""
     found = []
@@ -166,19 +166,19 @@ def probes(
     return found
 
 
-def test_probes_of_a_source_without_expected_gain_back_off(ask: RemoteAsk) -> None:
+def test_probes_of_a_source_without_expected_gain_back_off(ask: RemoteAskPolicy) -> None:
     pauses = np.diff(probes(ask, 1500, ONE)).tolist()
     assert pauses[:5] == [1, 2, 4, 8, 16]
-    assert max(pauses) == MOST_PROBE_PAUSE
+    assert max(pauses) == MAX_PROBE_INTERVAL
 
 
-def test_a_probe_is_repeated_until_it_gets_a_draft(ask: RemoteAsk) -> None:
+def test_a_probe_is_repeated_until_it_gets_a_draft(ask: RemoteAskPolicy) -> None:
     assert probes(ask, 6, NONE) == list(range(6))
     ask.observe(ONE, ONE, 0.005)
     assert len(probes(ask, 64, ONE)) < 10
 
 
-def test_probes_are_paid_from_the_account(ask: RemoteAsk) -> None:
+def test_probes_are_paid_from_the_account(ask: RemoteAskPolicy) -> None:
     account = new()
     earn(account, STEP_S, 1)
     num_probes = len(probes(ask, 200, NONE, account))
@@ -187,7 +187,7 @@ def test_probes_are_paid_from_the_account(ask: RemoteAsk) -> None:
 
 
 def test_a_probe_asks_for_the_readable_text_with_the_lowest_draft_value(
-    ask: RemoteAsk, source: FakeRemote
+    ask: RemoteAskPolicy, source: FakeRemote
 ) -> None:
     source.waits = {0: float("nan"), 1: float("inf")}
     asked = ask.limits(situation(0, values=(0.0, 0.0, 1.0, 0.5), limits=(4, 4, 4, 3)), full())
@@ -196,7 +196,7 @@ def test_a_probe_asks_for_the_readable_text_with_the_lowest_draft_value(
 
 
 def test_a_remote_source_is_due_in_each_step_if_it_pays_else_in_each_eighth(
-    ask: RemoteAsk, source: FakeRemote
+    ask: RemoteAskPolicy, source: FakeRemote
 ) -> None:
     assert [ask.is_due(step, SLOTS) for step in range(9)] == [True] + [False] * 7 + [True]
     assert ask.limits(situation(0, unseen=0.9), empty()).tolist() == [4]
@@ -210,13 +210,13 @@ def test_a_remote_source_is_due_in_each_step_if_it_pays_else_in_each_eighth(
     assert ask.num_idle_steps(2, SLOTS) == 0
 
 
-def reads(ask: RemoteAsk, step: int) -> bool:
+def reads(ask: RemoteAskPolicy, step: int) -> bool:
     """Whether a source with a high expected gain is asked in this step."""
     return bool(ask.limits(situation(step, unseen=0.9), empty()).any())
 
 
 def test_a_text_is_read_once_its_own_missed_savings_equal_the_cost(
-    ask: RemoteAsk, source: FakeRemote
+    ask: RemoteAskPolicy, source: FakeRemote
 ) -> None:
     source.waits = {0: 0.1}
     steps = [reads(ask, step) for step in range(10)]
@@ -227,7 +227,7 @@ def test_a_text_is_read_once_its_own_missed_savings_equal_the_cost(
     assert again.index(True) == first
 
 
-def test_a_source_is_asked_only_while_its_calls_are_fast(ask: RemoteAsk) -> None:
+def test_a_source_is_asked_only_while_its_calls_are_fast(ask: RemoteAskPolicy) -> None:
     good, four = situation(0, unseen=0.5), ONE * 4
     assert ask.limits(good, empty()).any()
     for seconds, is_asked in ((0.05, False), (0.001, True)):
@@ -236,7 +236,7 @@ def test_a_source_is_asked_only_while_its_calls_are_fast(ask: RemoteAsk) -> None
         assert ask.limits(good, empty()).any() == is_asked
 
 
-def test_calls_that_reach_no_drafter_do_not_lower_the_cost(ask: RemoteAsk) -> None:
+def test_calls_that_reach_no_drafter_do_not_lower_the_cost(ask: RemoteAskPolicy) -> None:
     good = situation(0, unseen=0.5)
     ask.limits(good, empty())
     for _ in range(10):
@@ -247,34 +247,38 @@ def test_calls_that_reach_no_drafter_do_not_lower_the_cost(ask: RemoteAsk) -> No
 
 
 def test_a_probe_asks_for_a_text_that_the_source_follows(
-    ask: RemoteAsk, source: FakeRemote, monkeypatch: pytest.MonkeyPatch
+    ask: RemoteAskPolicy, source: FakeRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "must_see", lambda slots: slots == 1)
+    monkeypatch.setattr(source, "are_followed", lambda slots: slots == 1)
     asked = ask.limits(situation(0, values=(0.0, 1.0), limits=(4, 4)), full())
     assert asked.tolist() == [0, 4]
 
 
 def test_a_probe_waits_for_a_followed_text_for_a_limited_time(
-    ask: RemoteAsk, source: FakeRemote
+    ask: RemoteAskPolicy, source: FakeRemote
 ) -> None:
     source.may_follow = True
-    assert probes(ask, MOST_PROBE_PAUSE, ONE) == []
-    assert source.num_to_follow == MOST_PROBE_PAUSE
-    asked = ask.limits(situation(MOST_PROBE_PAUSE), full())
+    assert probes(ask, MAX_PROBE_INTERVAL, ONE) == []
+    assert source.num_to_follow == MAX_PROBE_INTERVAL
+    asked = ask.limits(situation(MAX_PROBE_INTERVAL), full())
     assert asked.tolist() == [4]
     ask.observe(asked, ONE, 0.005)
     source.is_watching = True
-    assert ask.limits(situation(MOST_PROBE_PAUSE + 1), full()).tolist() == [4]
+    assert ask.limits(situation(MAX_PROBE_INTERVAL + 1), full()).tolist() == [4]
 
 
-def test_no_text_is_followed_without_credit_for_a_probe(ask: RemoteAsk, source: FakeRemote) -> None:
+def test_no_text_is_followed_without_credit_for_a_probe(
+    ask: RemoteAskPolicy, source: FakeRemote
+) -> None:
     source.may_follow = True
     assert probes(ask, 100, ONE, empty()) == []
     assert source.num_to_follow == 0
 
 
-def test_a_probe_waits_again_after_the_source_has_paid(ask: RemoteAsk, source: FakeRemote) -> None:
+def test_a_probe_waits_again_after_the_source_has_paid(
+    ask: RemoteAskPolicy, source: FakeRemote
+) -> None:
     source.may_follow = True
     assert not ask.limits(situation(0), full()).any()
     assert ask.limits(situation(100, unseen=0.9), full()).any()
-    assert not ask.limits(situation(MOST_PROBE_PAUSE), full()).any()
+    assert not ask.limits(situation(MAX_PROBE_INTERVAL), full()).any()

@@ -35,7 +35,7 @@ class RemoteAnswers(AnsweringSource):
         self.num_considered += 1
         return np.full(len(batch.slots), self.waits_s)
 
-    def must_see(self, slots: Int64Array) -> BoolArray:
+    def are_followed(self, slots: Int64Array) -> BoolArray:
         return np.full(len(slots), self.sees_all)
 
     def follow_next(self) -> bool:
@@ -49,12 +49,12 @@ class Engine:
         self,
         *members: Member,
         controls: Sequence[RequestControls] = (AUTO,),
-        most_output: Sequence[int] = (),
+        max_output: Sequence[int] = (),
     ) -> None:
         self.metrics, self.clock = SpeculationMetrics(), Clock()
         self.chain = Chain(members, self.metrics, num_slots=8, vocab_size=100, clock=self.clock)
         for slot, each in enumerate(controls):
-            self.chain.open(slot, each, most_output[slot] if most_output else NO_LIMIT)
+            self.chain.open(slot, each, max_output[slot] if max_output else NO_LIMIT)
         self.size = len(controls)
         self.sent: list[list[int]] = [[]] * self.size
 
@@ -114,20 +114,18 @@ def test_a_request_may_switch_speculation_off_or_name_its_source() -> None:
 def test_a_draft_is_cut_to_the_output_limit_and_to_the_draft_limit() -> None:
     source = always(1, 2, 3, 4)
     controls = [AUTO, RequestControls(max_draft_tokens=3), RequestControls(max_draft_tokens=0)]
-    engine = Engine(fixed("ngram", source), controls=controls, most_output=(3, 9, 9))
+    engine = Engine(fixed("ngram", source), controls=controls, max_output=(3, 9, 9))
     assert engine.step() == [[1, 2], [1, 2, 3], []]
     assert source.limits == [[2, 3, 0]]
 
 
-@pytest.mark.parametrize(
-    ("most_output", "least_output", "limit"), [(9, 3, 2), (2, 9, 1), (9, 0, 8)]
-)
+@pytest.mark.parametrize(("max_output", "min_output", "limit"), [(9, 3, 2), (2, 9, 1), (9, 0, 8)])
 def test_a_draft_that_starts_before_min_tokens_ends_there(
-    most_output: int, least_output: int, limit: int
+    max_output: int, min_output: int, limit: int
 ) -> None:
     source = always(*range(8))
     engine = Engine(fixed("ngram", source), controls=[])
-    engine.chain.open(0, AUTO, most_output, least_output)
+    engine.chain.open(0, AUTO, max_output, min_output)
     engine.size, engine.sent = 1, [[]]
     assert engine.step() == [list(range(limit))]
 

@@ -65,7 +65,7 @@ KERNELS = {
     "spend",
     "plan_call",
     "observe",
-    "foresee",
+    "plan_step",
     "decide",
     "_take",
     "step_batch",

@@ -9,8 +9,8 @@ from specserve.policy.cost import (
     CALIBRATION_STEPS,
     CallCost,
     StepCost,
+    cost_deviation,
     costs_of,
-    doubt_about,
     is_calibrated,
 )
 from tests.policy.simulation import STEEP, Cost
@@ -60,7 +60,7 @@ def test_slow_first_steps_do_not_raise_the_costs(num_slow: int) -> None:
     assert plain == pytest.approx(0.01, rel=0.05)
     assert base < 0.015
     assert slope < 0.001
-    assert doubt_about(learned.lines, 1, 3) < 0.01
+    assert cost_deviation(learned.lines, 1, 3) < 0.01
 
 
 def test_changed_costs_are_learned_within_ten_steps() -> None:
@@ -90,13 +90,13 @@ def test_slower_plain_steps_raise_the_cost_of_unmeasured_drafts() -> None:
 
 def test_doubt_about_drafts_grows_while_none_are_measured_and_falls_when_one_is() -> None:
     learned = taught(STEEP)
-    fresh = doubt_about(learned.lines, 4, 4)
+    fresh = cost_deviation(learned.lines, 4, 4)
     for _ in range(300):
         learned.observe(4, 0, STEEP.seconds(4, 0))
-    stale = doubt_about(learned.lines, 4, 4)
+    stale = cost_deviation(learned.lines, 4, 4)
     learned.observe(4, 4, STEEP.seconds(4, 4))
     assert stale > 1.5 * fresh
-    assert doubt_about(learned.lines, 4, 4) < 0.6 * stale
+    assert cost_deviation(learned.lines, 4, 4) < 0.6 * stale
 
 
 def test_unmeasured_drafts_cost_a_small_share_of_a_plain_step() -> None:
@@ -165,7 +165,7 @@ def test_costs_are_positive_and_finite_after_any_measurements(seed: int) -> None
             plain, base, slope = at(learned, num_requests)
             assert 0 < plain <= base < np.inf
             assert 0 < slope < np.inf
-            assert 0 <= doubt_about(learned.lines, num_requests, 100) < np.inf
+            assert 0 <= cost_deviation(learned.lines, num_requests, 100) < np.inf
 
 
 def test_the_covariance_stays_positive_definite() -> None:

@@ -309,7 +309,7 @@ class FollowingSource(FakeRemote):
             self._followed.answered()
         return drafts
 
-    def must_see(self, slots: Int64Array) -> BoolArray:
+    def are_followed(self, slots: Int64Array) -> BoolArray:
         return self._followed.which(slots)
 
     def follow_next(self) -> bool:

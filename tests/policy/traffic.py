@@ -98,7 +98,7 @@ class FakeRemote(FakeLocal):
     def reading_s(self, batch: DraftBatch) -> Float64Array:
         return np.array([self.waits.get(slot, 0.0) for slot in batch.slots.tolist()])
 
-    def must_see(self, slots: Int64Array) -> BoolArray:
+    def are_followed(self, slots: Int64Array) -> BoolArray:
         return np.full(len(slots), self.is_watching)
 
     def follow_next(self) -> bool:

@@ -11,7 +11,7 @@ from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.types import Drafts, RequestControls
 from specserve.sources.base import Member
 from specserve.sources.guard import (
-    LONGEST_REST_S,
+    MAX_BACKOFF_S,
     GuardedSource,
 )
 from tests.sources.answering_source import AnsweringSource, Clock, always, batch, broken, drafts
@@ -128,7 +128,7 @@ def test_the_back_off_of_a_failing_source_doubles_up_to_a_minute(
             while not guarded.guard.ready:
                 guarded.clock.now += 0.5
             rests.append(guarded.clock.now - began)
-    assert rests == [1, 2, 4, 8, 16, 32, LONGEST_REST_S, LONGEST_REST_S, LONGEST_REST_S]
+    assert rests == [1, 2, 4, 8, 16, 32, MAX_BACKOFF_S, MAX_BACKOFF_S, MAX_BACKOFF_S]
     assert guarded.health.reason == "OSError: 'no route to the drafter'"
     assert [record.levelname for record in caplog.records] == ["WARNING"]  # logged once
 
@@ -137,7 +137,7 @@ def test_a_source_that_answers_a_probe_is_up_and_its_back_off_restarts() -> None
     guarded = Guarded(AnsweringSource(broken))
     for _ in range(4):
         guarded.propose()
-        guarded.clock.now += LONGEST_REST_S
+        guarded.clock.now += MAX_BACKOFF_S
     guarded.source.answer = always(5).answer
     assert guarded.propose() == [[5], [5]]
     assert (guarded.health.up, guarded.health.reason) == (True, "")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specserve.core.source_config import PredictionConfig
 from specserve.core.types import RequestControls
 from specserve.sources.base import SourceContext
-from specserve.sources.prediction import NEARBY_TOKENS, PredictionSource, num_foretold
+from specserve.sources.prediction import NEARBY_TOKENS, PredictionSource, num_predicted
 from tests.draft_batches import draft_batch
 
 PROMPT = [7, 8, 9]
@@ -195,4 +195,4 @@ def test_every_draft_is_a_part_of_the_prediction(seed: int, alphabet: int) -> No
     ],
 )
 def test_correctly_predicted_tokens_are_counted(answer: list[int], foretold: int) -> None:
-    assert num_foretold(np.array(FILE, np.int32), answer) == foretold
+    assert num_predicted(np.array(FILE, np.int32), answer) == foretold

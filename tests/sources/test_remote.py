@@ -16,7 +16,7 @@ from specserve.core.types import RequestControls
 from specserve.drafters.server import DrafterServer
 from specserve.sources import remote
 from specserve.sources.base import SourceContext
-from specserve.sources.remote import FEED_TOKENS, NEAR_TOKENS, REST_S, DrafterClient
+from specserve.sources.remote import BACKOFF_S, FEED_TOKENS, NEAR_TOKENS, DrafterClient
 from tests.drafters.fakes import WAIT_S, FakeDrafter
 from tests.integration.cluster import eventually
 from tests.sources.remote_replica import TEXT, Place, Replica, replica, serve
@@ -52,7 +52,7 @@ def test_a_text_that_the_drafter_has_no_room_for_is_sent_rarely(
         assert first
         assert not second
     sent = [row.key[1] for call in drafter.calls for row in call]
-    assert 1 <= sent.count(1) <= 1 + (time.monotonic() - began) / REST_S
+    assert 1 <= sent.count(1) <= 1 + (time.monotonic() - began) / BACKOFF_S
     served.close("a")
     served.until_drafts("b")
 
@@ -60,7 +60,7 @@ def test_a_text_that_the_drafter_has_no_room_for_is_sent_rarely(
 def test_a_text_without_room_is_sent_to_a_new_drafter_at_once(
     stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "REST_S", 1000.0)
+    monkeypatch.setattr(remote, "BACKOFF_S", 1000.0)
     full, roomy = FakeDrafter(), FakeDrafter()
     full.room = 1
     server = DrafterServer(full)

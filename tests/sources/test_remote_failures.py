@@ -19,7 +19,7 @@ from specserve.drafters.server import DrafterServer
 from specserve.sources import drafter_link, remote
 from specserve.sources.base import Member
 from specserve.sources.guard import GuardedSource
-from specserve.sources.health_monitor import GREET_DOWN_S, TRIPS_TOLD
+from specserve.sources.health_monitor import HELLO_DOWN_S, MAX_LOGGED_TRIPS
 from specserve.sources.remote import FEED_TOKENS, NEAR_TOKENS
 from specserve.wire.frames import Frame, decode_question, decode_reply, encode
 from specserve.wire.messages import (
@@ -48,7 +48,7 @@ from tests.sources.remote_replica import (
 def test_a_text_that_the_drafter_fails_to_read_is_sent_rarely_and_whole(
     stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(remote, "REST_S", 1000.0)
+    monkeypatch.setattr(remote, "BACKOFF_S", 1000.0)
     drafter = FakeDrafter(HIDDEN_SIZE if kind == "mtp" else 0)
     serve(stack, place, drafter)
     made = replica(stack, place, kind)
@@ -138,9 +138,9 @@ def test_a_drafter_that_is_always_late_is_asked_with_back_off(
         slow.grow("a", 20)
         assert slow.propose("a") == [[]]
         drafter.may_go.set()
-    assert rests_s[1] >= GREET_DOWN_S
-    assert rests_s[2] >= 2 * GREET_DOWN_S
-    assert rests_s[3] >= 4 * GREET_DOWN_S
+    assert rests_s[1] >= HELLO_DOWN_S
+    assert rests_s[2] >= 2 * HELLO_DOWN_S
+    assert rests_s[3] >= 4 * HELLO_DOWN_S
 
 
 def test_a_late_drafter_is_logged_once_and_shown_until_it_answers(
@@ -151,7 +151,7 @@ def test_a_late_drafter_is_logged_once_and_shown_until_it_answers(
     slow.until_up()
     monitor = slow.source._monitor
     reason = "no answer within timeout_s (0.001 s)"
-    for _ in range(TRIPS_TOLD + 1):
+    for _ in range(MAX_LOGGED_TRIPS + 1):
         monitor.trip(reason)
     eventually(lambda: slow.health().reason == reason, "the reason", WAIT_S, 0.01)
     (record,) = caplog.records
@@ -176,9 +176,9 @@ def test_a_drafter_whose_model_fails_is_asked_with_back_off(
         rests_s.append(time.monotonic() - began)
         made.grow("a", 20)
         assert made.propose("a") == [[]]
-    assert rests_s[1] < GREET_DOWN_S  # other texts may have caused the first failure
-    assert rests_s[3] >= 2 * GREET_DOWN_S
-    assert rests_s[4] >= 4 * GREET_DOWN_S
+    assert rests_s[1] < HELLO_DOWN_S  # other texts may have caused the first failure
+    assert rests_s[3] >= 2 * HELLO_DOWN_S
+    assert rests_s[4] >= 4 * HELLO_DOWN_S
     drafter.error = None
     made.until_drafts("a")
 
@@ -363,7 +363,7 @@ def test_a_flood_of_answers_delays_a_step_by_less_than_a_second(
 def test_a_text_with_tokens_outside_the_vocabulary_is_sent_once(
     stack: ExitStack, place: Place, drafter: FakeDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "REST_S", 0.0)
+    monkeypatch.setattr(remote, "BACKOFF_S", 0.0)
     server = serve(stack, place, drafter)
     made = replica(stack, place)
     made.until_up()

@@ -83,7 +83,7 @@ def test_a_text_that_the_model_fails_for_keeps_its_states(
     mtp: Mtp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)  # a logged error would keep its arrays alive
-    monkeypatch.setattr(remote, "REST_S", 0.05)
+    monkeypatch.setattr(remote, "BACKOFF_S", 0.05)
     made, target, drafter = mtp
     open_text(made, target, "a", 20)
     open_text(made, target, "b", 30)
@@ -263,8 +263,8 @@ def test_states_of_texts_without_wanted_drafts_are_not_copied(
     batch = made.batch(*names, hidden=hidden._replace(to_host=to_host))
     made.source.propose(batch, np.zeros(3, np.int32))
     assert copied == []
-    assert not made.source.must_see(batch.slots).any()
+    assert not made.source.are_followed(batch.slots).any()
     drafts = made.source.propose(batch, np.array([0, 3, 0], np.int32))
     assert copied == [1]
     assert drafts.lengths.tolist() == [0, 3, 0]
-    assert made.source.must_see(batch.slots).tolist() == [False, True, False]
+    assert made.source.are_followed(batch.slots).tolist() == [False, True, False]

@@ -9,7 +9,7 @@ import pytest
 from specserve.core.token_texts import TokenTexts
 from specserve.sources.splits import (
     LAST,
-    MOST_PLACES,
+    MAX_PLACES,
     ONLY_ONE,
     UNUSUAL,
     USUAL,
@@ -119,7 +119,7 @@ def test_the_last_of_several_tokens_with_one_text_is_used() -> None:
 def test_a_full_table_evicts_the_oldest_place(
     model: Model,
 ) -> None:
-    owners = [f"{number}" for number in range(MOST_PLACES // len(WRITTEN))]
+    owners = [f"{number}" for number in range(MAX_PLACES // len(WRITTEN))]
     for owner in owners:
         model.writes(b"name_name", b"na", owner=owner)
     assert {model.split(b"name_name", owner=owner, limit=1)[0] for owner in owners} == {

@@ -11,7 +11,7 @@ from specserve.core.source_config import TrieConfig
 from specserve.core.types import DraftBatch, Int32Array, RequestControls
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import NO_TENANT
-from specserve.sources.trie import LEARN_TOKENS_PER_STEP, TOLD_S, TrieMisses, TrieSource
+from specserve.sources.trie import LEARN_TOKENS_PER_STEP, SHOWN_S, TrieMisses, TrieSource
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import label, namespace
@@ -350,5 +350,5 @@ def test_a_miss_is_shown_until_its_namespace_finds_a_trie() -> None:
 def test_an_old_miss_is_not_shown() -> None:
     misses = Misses()
     misses.reason_after("n", "full")
-    misses.now = TOLD_S
+    misses.now = SHOWN_S
     assert misses.reason_after("other") == ""

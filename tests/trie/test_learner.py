@@ -54,7 +54,7 @@ def test_no_draft_crosses_a_missing_piece(memory: TrieMemory) -> None:
 def test_no_draft_crosses_a_gap_in_a_text_that_was_closed(
     memory: TrieMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_GROWING", 1)
+    monkeypatch.setattr(module, "MAX_OPEN_TEXTS", 1)
     learner = ClusterLearner(memory)
     learner.apply(piece(0, 100))
     learner.apply(piece(500, 510, "another"))
@@ -107,7 +107,7 @@ def test_a_purge_of_a_tenant_clears_all_its_namespaces() -> None:
 def test_the_oldest_of_too_many_open_texts_are_closed(
     memory: TrieMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_GROWING", 8)
+    monkeypatch.setattr(module, "MAX_OPEN_TEXTS", 8)
     learner = ClusterLearner(memory)
     for i in range(20):
         learner.apply(piece(0, 10, str(i)))

@@ -9,7 +9,7 @@ import pytest
 
 from specserve.core.errors import SnapshotError
 from specserve.trie.log_snapshot import SnapshotFile
-from specserve.trie.snapshot_keeper import MOST_ASKING, SnapshotKeeper
+from specserve.trie.snapshot_keeper import MAX_WAITING_SAVES, SnapshotKeeper
 from specserve.trie.token_log import LogState, TokenLog
 from tests.integration.cluster import eventually
 from tests.trie.texts import FINGERPRINT, record
@@ -129,7 +129,7 @@ def test_few_calls_wait_while_the_file_system_hangs(
     with kept(path) as log:
         log.append(1)
         monkeypatch.setattr(log.file, "save", lambda *_: goes_on.wait(WAIT_S))
-        asking = [threading.Thread(target=log.keeper.save_now) for _ in range(MOST_ASKING)]
+        asking = [threading.Thread(target=log.keeper.save_now) for _ in range(MAX_WAITING_SAVES)]
         for thread in asking:
             thread.start()
         eventually(lambda: log.keeper._asking._value == 0, "all of them wait", WAIT_S)

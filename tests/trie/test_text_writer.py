@@ -39,7 +39,7 @@ class Link:
 
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> Link:
-    monkeypatch.setattr(replica, "LONGEST_REST_S", 0.0)
+    monkeypatch.setattr(replica, "MAX_BACKOFF_S", 0.0)
     return Link(TrieStore(OPTIONS))
 
 

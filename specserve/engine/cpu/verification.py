@@ -70,7 +70,7 @@ def _rejection_sample(
 def _draw(
     logits: torch.Tensor, counts: Int64Array, sampling_metadata: SamplingMetadata
 ) -> torch.Tensor:
-    """Samples a token for each row: int64 ``[m]``, the likeliest one for greedy requests."""
+    """Samples a token for each row: int64 ``[m]``, the most_likely one for greedy requests."""
     if sampling_metadata.all_greedy:
         return logits.argmax(-1)
     temperatures = sampling_metadata.temperature

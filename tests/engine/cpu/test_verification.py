@@ -66,7 +66,7 @@ def of_tokens(tokens: Sequence[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("drafts", "likeliest", "written"),
+    ("drafts", "most_likely", "written"),
     [
         ([[3, 4, 5]], [3, 4, 5], [[3, 4, 5, 9]]),
         ([[3, 4, 5]], [3, 7, 5], [[3, 7]]),
@@ -76,10 +76,10 @@ def of_tokens(tokens: Sequence[int]) -> torch.Tensor:
     ],
 )
 def test_a_draft_is_accepted_up_to_the_first_token_that_differs(
-    drafts: list[list[int]], likeliest: list[int], written: list[list[int]], temperature: float
+    drafts: list[list[int]], most_likely: list[int], written: list[list[int]], temperature: float
 ) -> None:
     temperatures = [temperature] * len(drafts)
-    assert verify(drafts, of_tokens(likeliest), temperatures, bonus=9) == written
+    assert verify(drafts, of_tokens(most_likely), temperatures, bonus=9) == written
 
 
 def test_greedy_requests_get_the_tokens_that_vllm_gives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +120,11 @@ def test_sampled_tokens_have_the_models_distribution_for_any_draft() -> None:
 def test_a_greedy_request_beside_a_sampled_one_gets_the_likeliest_token() -> None:
     torch.manual_seed(0)
     logits = torch.randn(200, VOCAB_SIZE)
-    likeliest = logits.argmax(-1).tolist()
+    most_likely = logits.argmax(-1).tolist()
     drafts = [[1]] * 200
     written = verify(drafts, logits, [0.0, 1.0] * 100)
-    assert [each[0] for each in written[::2]] == likeliest[::2]
-    assert [each[0] for each in written[1::2]] != likeliest[1::2]
+    assert [each[0] for each in written[::2]] == most_likely[::2]
+    assert [each[0] for each in written[1::2]] != most_likely[1::2]
 
 
 def test_a_seed_gives_the_same_tokens_in_any_batch() -> None:

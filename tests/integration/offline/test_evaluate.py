@@ -34,7 +34,7 @@ def test_answers_are_those_of_hugging_face_with_and_without_speculation(
         name: [each["token_ids"] for each in content[name]["passes"][0]["prompts"]]
         for name in ("none", "ngram", "hf")
     }
-    # In float32, with a model whose two likeliest tokens are never close.
+    # In float32, with a model whose two most_likely tokens are never close.
     assert texts["none"] == texts["ngram"] == texts["hf"]
     assert content["ngram"]["passes"][0]["sources"]["ngram"]["accepted_tokens"] > 0
     assert content["hf"]["rouge"] == content["none"]["rouge"]

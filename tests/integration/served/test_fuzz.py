@@ -26,7 +26,7 @@ ACCEPTED = (
 """Routes that must accept a good share of the requests. A refused request tests little."""
 
 NUM_CASES = int(os.environ.get("SPECSERVE_FUZZ_CASES", "200"))
-LEAST_CASES = 400
+MIN_CASES = 400
 """With fewer cases, a route may accept no request."""
 CASES_PER_S = 2
 """A quiet machine answers far more."""
@@ -64,7 +64,7 @@ def test_random_requests_do_no_harm_to_tenants_or_drafters(
         api.http.headers["Authorization"] = f"Bearer {next(iter(KEYS.values()))}"
         accepted = [each for each in ACCEPTED if each not in absent]
         # These applications have fewer options of vLLM, and take fewer requests at once.
-        num_cases = max(NUM_CASES // 10, LEAST_CASES)
+        num_cases = max(NUM_CASES // 10, MIN_CASES)
         check(api, accepted, 0.2, num_cases, num_streams=2, num_clients=2)
 
 
