@@ -59,7 +59,7 @@ def test_the_toy_source_is_reported_and_counted(api: Api) -> None:
 
 
 def test_a_request_may_select_it_alone(api: Api) -> None:
-    options = {"prompt": "a" * 40, "max_tokens": 16, "ignore_eos": True}
+    options = {"prompt": "a" * 40, "max_tokens": 32, "ignore_eos": True}
     plain = api.complete(**options, vllm_xargs={"speculation": "off"})
     drafted = api.complete(**options, vllm_xargs={"speculation": "toy", "report": 1})
     assert drafted["choices"] == plain["choices"]

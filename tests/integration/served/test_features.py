@@ -274,8 +274,8 @@ def test_drafts_are_no_longer_than_the_request_allows(api: Api, limit: int) -> N
 def test_a_source_can_be_selected_by_name(api: Api) -> None:
     xargs = {"speculation": "ngram", "learn": 0, **REPORT}
     answer = api.complete(prompt=PROMPT, max_tokens=32, vllm_xargs=xargs)
-    assert drafted_in(answer).tokens > 0
-    assert answer["metrics"]["speculative_decoding"]["sources"].keys() == {"ngram"}
+    sources = answer["metrics"]["speculative_decoding"]["sources"]
+    assert {label for label, each in sources.items() if each["drafted_tokens"]} == {"ngram"}
 
 
 @pytest.fixture
