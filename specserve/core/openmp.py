@@ -19,6 +19,9 @@ def openmp_environment(num_threads: int) -> dict[str, str]:
         # region, in milliseconds, without powering their core down.
         "KMP_BLOCKTIME": "5",
         "KMP_TPAUSE": "0",
+        # Large tensors of torch are in huge pages, so that weights and KV cache need fewer TLB
+        # entries.
+        "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "1"),
     }
     openmp = Path(sys.prefix, "lib", "libiomp5.so")
     preload = os.environ.get("LD_PRELOAD", "")

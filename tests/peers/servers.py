@@ -120,6 +120,8 @@ def _vllm(config: AppConfig, speculation: dict[str, Any], *, on_our_kernels: boo
     command += ["--worker-cls", OUR_WORKER] if on_our_kernels else []
     environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1"}
     environment |= openmp_environment(config.placement.num_cpus_per_shard)
+    if not on_our_kernels:
+        del environment["THP_MEM_ALLOC_ENABLE"]
     # As in our shards. By default vLLM leaves one core of each NUMA node free.
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="ss") as folder:
