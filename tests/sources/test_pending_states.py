@@ -96,12 +96,12 @@ def test_a_slots_next_text_has_no_old_states(
 def test_a_full_memory_evicts_the_oldest_states_of_the_longest_text() -> None:
     pending = PendingStates(3, 8)
     add(pending, Part(0, 0, 3))
-    add(pending, Part(1, 0, 4))
+    add(pending, Part(1, 100, 104))
     add(pending, Part(0, 3, 6))
     assert positions(pending, 0) == [0, 1, 2, 3, 4, 5]
     add(pending, Part(2, 0, 1))
     assert positions(pending, 0) == [3, 4, 5]
-    assert positions(pending, 1) == [0, 1, 2, 3]
+    assert positions(pending, 1) == [100, 101, 102, 103]
     assert pending.num_tokens == 8
 
 
