@@ -40,9 +40,9 @@ class Prediction:
         # Imported here: numba takes seconds to import, and most applications need no predictions.
         from specserve.sources.prediction import num_predicted
 
-        foretold = num_predicted(self.token_ids, answer)
-        self.num_accepted += foretold
-        self.num_rejected += max(len(self.token_ids) - foretold, 0)
+        num_right = num_predicted(self.token_ids, answer)
+        self.num_accepted += num_right
+        self.num_rejected += max(len(self.token_ids) - num_right, 0)
 
 
 CURRENT_PREDICTION: ContextVar[Prediction | None] = ContextVar("specserve_prediction", default=None)

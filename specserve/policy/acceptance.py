@@ -36,7 +36,7 @@ OF_SOURCE, OF_TOKEN, OF_REQUEST = (0.5, 0.03), (1.0, 0.1), (0.5, 0.1)
 """Initial and least variance of weights. A larger variance means larger updates. The least one
 keeps every weight adaptable."""
 
-_MAX_LIKELY = 0.98  # cap of one token's probability
+_MAX_PROBABILITY = 0.98  # cap of one token's probability
 _MIN_SLOPE = 0.01  # least derivative of the probability, in the filter
 _PAIR_FACTOR = 7919  # hashes a pair of tokens
 
@@ -222,7 +222,7 @@ def survival_of(a, slots, limits, survival, lengths):  # type: ignore[no-untyped
                 if probability > 0.0:
                     indices = _weight_indices(a, source, slot, j, before)
                     odds = _total(a, source, slot, indices, _WEIGHT)
-                    probability *= min(_probability(odds), _MAX_LIKELY)
+                    probability *= min(_probability(odds), _MAX_PROBABILITY)
                     if probability < MIN_SURVIVAL:
                         probability = 0.0
                     before = a.tokens[source, slot, j]
@@ -310,5 +310,5 @@ def unseen_survival(a, source, slots, survival):  # type: ignore[no-untyped-def]
         own, probability = a.of_request[slot, source, _WEIGHT], 1.0
         for j in range(survival.shape[1]):
             odds = weights[_POSITIONS + min(j, _NUM_POSITIONS - 1), _WEIGHT] + own
-            probability *= min(_probability(odds), _MAX_LIKELY)
+            probability *= min(_probability(odds), _MAX_PROBABILITY)
             survival[row, j] = probability

@@ -25,7 +25,7 @@ long for a text that the source follows."""
 
 _MEAN_DECAY = 0.98  # weight of the old mean in a local source's moving means
 _FIRST_CALLS = 8  # back-off starts at this call at the earliest
-_MAX_TIMES = 4.0  # cap of one call's time, in mean calls
+_MAX_CALL_RATIO = 4.0  # cap of one call's time, in mean calls
 _MAX_TRIES = 8  # repeats of a probe without an answer
 _AWAY_S = 1e-3  # a shorter call without drafts did not reach a drafter
 _MAX_PROBED_VALUE = 0.9  # a probed request's draft is worth less, as a share of its limit
@@ -109,7 +109,7 @@ class LocalAskPolicy(AskPolicy):
         self._num_calls += 1
         weight = max(1 / self._num_calls, 1 - _MEAN_DECAY)
         if self._num_calls > 1:
-            call_s = min(call_s, _MAX_TIMES * self._call_s)
+            call_s = min(call_s, _MAX_CALL_RATIO * self._call_s)
         self._call_s += weight * (call_s - self._call_s)
         self._gain_s += weight * (gain_s - self._gain_s)
         self.surplus_s = self._gain_s - self._call_s
@@ -129,7 +129,7 @@ class RemoteAskPolicy(AskPolicy):
         self._source = cast(RemoteSource, guard.member.source)
         self._saved_s: Float64Array = np.zeros(num_slots)
         self._cost = CallCost()
-        self._plain_s = np.inf  # seconds of a plain step in the last situation
+        self._plain_s = np.inf  # seconds of a plain step when last asked
         self._pause = Backoff(1, MAX_PROBE_INTERVAL)
         self._step = self._num_tries = 0
         self._is_probe = False
@@ -143,7 +143,7 @@ class RemoteAskPolicy(AskPolicy):
 
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
         """0 if asking pays or the source must see the steps; else steps to the next eighth one."""
-        if not self.is_slow or self._must_see(slots).any():
+        if not self.is_slow or self._followed(slots).any():
             return 0
         return MAX_ASK_INTERVAL - 1 - step % MAX_ASK_INTERVAL
 
@@ -155,33 +155,33 @@ class RemoteAskPolicy(AskPolicy):
         """Drops the state of requests that have ended."""
         self._saved_s[slots] = 0.0
 
-    def limits(self, situation: AskContext, credit_s: Float64Array) -> Int32Array:
+    def limits(self, context: AskContext, credit_s: Float64Array) -> Int32Array:
         """Lengths of the drafts to ask for: where they pay, else those of a probe.
 
         Args:
-            situation: the step's.
+            context: the step's.
             credit_s: float64 ``[1]``, the exploration budget; a probe is subtracted.
 
         Returns:
             int32 ``[n]``, draft length for each request; 0: none.
         """
-        self._step, self._is_probe, self.is_slow = situation.step, False, True
-        limits, costs = situation.limits, situation.costs
+        self._step, self._is_probe, self.is_slow = context.step, False, True
+        limits, costs = context.limits, context.costs
         self._plain_s = costs.plain
-        waits_s = self.guard.call(lambda: self._source.reading_s(situation.batch))
+        waits_s = self.guard.call(lambda: self._source.reading_s(context.batch))
         if waits_s is None or not limits.any():
             return np.zeros_like(limits)
-        slots = situation.batch.slots
+        slots = context.batch.slots
         saved_s = self._saved_s[slots]
         asked = np.zeros_like(limits)
         surplus = self._plan(
-            situation.unseen,
+            context.unseen,
             limits,
-            situation.values,
+            context.values,
             costs,
             self._cost.coefficients(costs.plain),
-            situation.rate,
-            situation.is_drafting,
+            context.rate,
+            context.is_drafting,
             kernel_array(waits_s, np.float64),
             saved_s,
             asked,
@@ -192,7 +192,7 @@ class RemoteAskPolicy(AskPolicy):
             self._pause.reset()
             self._waits_since = None
             return asked
-        return self._probe(situation, waits_s, credit_s)
+        return self._probe(context, waits_s, credit_s)
 
     def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float) -> None:
         """Updates the call cost and the probe back-off with one call of ``call_s`` seconds.
@@ -214,29 +214,29 @@ class RemoteAskPolicy(AskPolicy):
         self._cost.observe(int(rows.sum()), int(asked[rows].max()), call_s, self._plain_s)
 
     def _probe(
-        self, situation: AskContext, waits_s: Float64Array, credit_s: Float64Array
+        self, context: AskContext, waits_s: Float64Array, credit_s: Float64Array
     ) -> Int32Array:
         """Lengths to ask for in a probe of one request, if it is due and the budget affords it.
 
         Takes the request with the least valuable draft, of those that the source follows. If none
         is followed, the probe waits first; after ``MAX_PROBE_INTERVAL`` steps it takes any request.
         """
-        limits = situation.limits
+        limits = context.limits
         asked = np.zeros_like(limits)
-        able = (waits_s < np.inf) & (situation.values < _MAX_PROBED_VALUE * limits)
+        able = (waits_s < np.inf) & (context.values < _MAX_PROBED_VALUE * limits)
         if not self._pause.is_due(self._step) or not able.any():
             return asked
-        call, request, token = self._cost.coefficients(situation.costs.plain)
+        call, request, token = self._cost.coefficients(context.costs.plain)
         price_s = call + request + token * int(limits[able].max())
-        if not self._affords(credit_s, price_s, situation.costs.plain):
+        if not self._affords(credit_s, price_s, context.costs.plain):
             return asked
-        if (followed := able & self._must_see(situation.batch.slots)).any():
+        if (followed := able & self._followed(context.batch.slots)).any():
             able = followed
         elif self._waits_for_text():
             return asked
-        row = int(np.where(able, situation.values, np.inf).argmin())
+        row = int(np.where(able, context.values, np.inf).argmin())
         asked[row] = limits[row]
-        self._spend(credit_s, price_s, situation.costs.plain)
+        self._spend(credit_s, price_s, context.costs.plain)
         self._is_probe, self._waits_since = True, None
         return asked
 
@@ -247,7 +247,7 @@ class RemoteAskPolicy(AskPolicy):
         is_late = self._step - self._waits_since >= MAX_PROBE_INTERVAL
         return not is_late and bool(self.guard.call(self._source.follow_next))
 
-    def _must_see(self, slots: Int64Array) -> BoolArray:
+    def _followed(self, slots: Int64Array) -> BoolArray:
         """bool ``[n]``, see :meth:`RemoteSource.are_followed`; all false if the source fails."""
         seen = self.guard.call(lambda: self._source.are_followed(slots))
         return np.zeros(len(slots), np.bool_) if seen is None else seen

@@ -130,7 +130,7 @@ def ask(source: FakeRemote) -> RemoteAskPolicy:
     return RemoteAskPolicy(0, guarded("mtp", source), 4)
 
 
-def situation(
+def context(
     step: int,
     *,
     unseen: float = 0.0,
@@ -159,7 +159,7 @@ def probes(
     """The steps in which a source without expected gain is probed."""
     found = []
     for step in range(num_steps):
-        asked = ask.limits(situation(step), full() if account is None else account)
+        asked = ask.limits(context(step), full() if account is None else account)
         if asked.any():
             found.append(step)
         ask.observe(asked, lengths, 0.005)
@@ -190,19 +190,19 @@ def test_a_probe_asks_for_the_readable_text_with_the_lowest_draft_value(
     ask: RemoteAskPolicy, source: FakeRemote
 ) -> None:
     source.waits = {0: float("nan"), 1: float("inf")}
-    asked = ask.limits(situation(0, values=(0.0, 0.0, 1.0, 0.5), limits=(4, 4, 4, 3)), full())
+    asked = ask.limits(context(0, values=(0.0, 0.0, 1.0, 0.5), limits=(4, 4, 4, 3)), full())
     assert asked.tolist() == [0, 0, 0, 3]
-    assert not ask.limits(situation(0, values=(0.0, 0.0), limits=(0, 0)), full()).any()
+    assert not ask.limits(context(0, values=(0.0, 0.0), limits=(0, 0)), full()).any()
 
 
 def test_a_remote_source_is_due_in_each_step_if_it_pays_else_in_each_eighth(
     ask: RemoteAskPolicy, source: FakeRemote
 ) -> None:
     assert [ask.is_due(step, SLOTS) for step in range(9)] == [True] + [False] * 7 + [True]
-    assert ask.limits(situation(0, unseen=0.9), empty()).tolist() == [4]
+    assert ask.limits(context(0, unseen=0.9), empty()).tolist() == [4]
     assert ask.is_due(1, SLOTS)
     assert ask.num_idle_steps(1, SLOTS) == 0
-    ask.limits(situation(1, unseen=0.0), empty())
+    ask.limits(context(1, unseen=0.0), empty())
     assert not ask.is_due(2, SLOTS)
     assert ask.num_idle_steps(2, SLOTS) == 5
     source.is_watching = True
@@ -212,7 +212,7 @@ def test_a_remote_source_is_due_in_each_step_if_it_pays_else_in_each_eighth(
 
 def reads(ask: RemoteAskPolicy, step: int) -> bool:
     """Whether a source with a high expected gain is asked in this step."""
-    return bool(ask.limits(situation(step, unseen=0.9), empty()).any())
+    return bool(ask.limits(context(step, unseen=0.9), empty()).any())
 
 
 def test_a_text_is_read_once_its_own_missed_savings_equal_the_cost(
@@ -228,7 +228,7 @@ def test_a_text_is_read_once_its_own_missed_savings_equal_the_cost(
 
 
 def test_a_source_is_asked_only_while_its_calls_are_fast(ask: RemoteAskPolicy) -> None:
-    good, four = situation(0, unseen=0.5), ONE * 4
+    good, four = context(0, unseen=0.5), ONE * 4
     assert ask.limits(good, empty()).any()
     for seconds, is_asked in ((0.05, False), (0.001, True)):
         for _ in range(20):
@@ -237,7 +237,7 @@ def test_a_source_is_asked_only_while_its_calls_are_fast(ask: RemoteAskPolicy) -
 
 
 def test_calls_that_reach_no_drafter_do_not_lower_the_cost(ask: RemoteAskPolicy) -> None:
-    good = situation(0, unseen=0.5)
+    good = context(0, unseen=0.5)
     ask.limits(good, empty())
     for _ in range(10):
         ask.observe(ONE, ONE, 0.05)
@@ -250,7 +250,7 @@ def test_a_probe_asks_for_a_text_that_the_source_follows(
     ask: RemoteAskPolicy, source: FakeRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "are_followed", lambda slots: slots == 1)
-    asked = ask.limits(situation(0, values=(0.0, 1.0), limits=(4, 4)), full())
+    asked = ask.limits(context(0, values=(0.0, 1.0), limits=(4, 4)), full())
     assert asked.tolist() == [0, 4]
 
 
@@ -260,11 +260,11 @@ def test_a_probe_waits_for_a_followed_text_for_a_limited_time(
     source.may_follow = True
     assert probes(ask, MAX_PROBE_INTERVAL, ONE) == []
     assert source.num_to_follow == MAX_PROBE_INTERVAL
-    asked = ask.limits(situation(MAX_PROBE_INTERVAL), full())
+    asked = ask.limits(context(MAX_PROBE_INTERVAL), full())
     assert asked.tolist() == [4]
     ask.observe(asked, ONE, 0.005)
     source.is_watching = True
-    assert ask.limits(situation(MAX_PROBE_INTERVAL + 1), full()).tolist() == [4]
+    assert ask.limits(context(MAX_PROBE_INTERVAL + 1), full()).tolist() == [4]
 
 
 def test_no_text_is_followed_without_credit_for_a_probe(
@@ -279,6 +279,6 @@ def test_a_probe_waits_again_after_the_source_has_paid(
     ask: RemoteAskPolicy, source: FakeRemote
 ) -> None:
     source.may_follow = True
-    assert not ask.limits(situation(0), full()).any()
-    assert ask.limits(situation(100, unseen=0.9), full()).any()
-    assert not ask.limits(situation(MAX_PROBE_INTERVAL), full()).any()
+    assert not ask.limits(context(0), full()).any()
+    assert ask.limits(context(100, unseen=0.9), full()).any()
+    assert not ask.limits(context(MAX_PROBE_INTERVAL), full()).any()

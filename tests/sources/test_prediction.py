@@ -184,7 +184,7 @@ def test_every_draft_is_a_part_of_the_prediction(seed: int, alphabet: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("answer", "foretold"),
+    ("answer", "expected"),
     [
         (FILE, len(FILE)),
         (FILE[:7], 7),
@@ -194,5 +194,5 @@ def test_every_draft_is_a_part_of_the_prediction(seed: int, alphabet: int) -> No
         ([*FILE[:10], 1, *FILE[10:]], len(FILE) - 1),
     ],
 )
-def test_correctly_predicted_tokens_are_counted(answer: list[int], foretold: int) -> None:
-    assert num_predicted(np.array(FILE, np.int32), answer) == foretold
+def test_correctly_predicted_tokens_are_counted(answer: list[int], expected: int) -> None:
+    assert num_predicted(np.array(FILE, np.int32), answer) == expected
