@@ -60,7 +60,7 @@ class SourceSection(Section):
 
 
 class NgramConfig(SourceSection):
-    """Prompt lookup: drafts are copied from the request's own prompt and output."""
+    """Prompt lookup: drafts are what followed the last tokens in the request's own text."""
 
     SOURCE = "specserve.sources.ngram:NgramSource"
     LABELS = (Label("ngram", "#0b6bb3", "#5cb0ee"),)
@@ -69,10 +69,8 @@ class NgramConfig(SourceSection):
     max_draft_len: DraftLength = 8
     max_matching_ngram_size: int = Field(default=4, ge=1, le=16)
     """Longest suffix of the context that is looked up; tried first."""
-    min_matching_ngram_size: int = Field(default=2, ge=1, le=16)
-    """Shortest suffix that is looked up."""
-    use_oldest: bool = False
-    """If a suffix occurs several times, use the oldest match instead of the newest."""
+    min_matching_ngram_size: int = Field(default=1, ge=1, le=16)
+    """Shortest suffix that is looked up. Between the two, each size is twice the one before."""
 
     @model_validator(mode="after")
     def _sizes_are_ordered(self) -> Self:

@@ -59,7 +59,6 @@ logger = logging.getLogger(__name__)
 NO_LIMIT = 1 << 30
 """More tokens than any text has."""
 
-_FIRST_TOKENS = 4  # least bound of a step's draft tokens
 _PATIENCE_STEPS = 8  # steps without calibration after which drafts are sent anyway
 
 _Call = tuple[AskPolicy, Int32Array, Int32Array]
@@ -301,8 +300,7 @@ class Chain:
     def _plan_inputs(self, slots: Int64Array) -> tuple[object, ...]:
         """First arguments of ``plan_step`` and ``decide``; each step is passed on only once."""
         num_steps, self._num_unearned_steps = self._num_unearned_steps, 0
-        most_tokens = max(2 * self.cost.most_draft_tokens, _FIRST_TOKENS, len(slots))
-        return self.cost.lines, slots, num_steps, most_tokens
+        return self.cost.lines, slots, num_steps
 
     def _drafts(self, size: int, num_tokens: int) -> list[list[int]]:
         """The sent drafts as lists of tokens, one for each request."""

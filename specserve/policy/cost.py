@@ -93,12 +93,10 @@ class StepCost:
 
     Attributes:
         lines: float64 ``[sizes, NUM_COLUMNS]``, for kernels.
-        most_draft_tokens: most draft tokens of a measured step; costs beyond are unreliable.
     """
 
     def __init__(self) -> None:
         self.lines: Float64Array = np.zeros((_NUM_SIZES, NUM_COLUMNS))
-        self.most_draft_tokens = 0
         self._observe = direct(_observe_step, self.lines, 1, 0, 1.0)
 
     def observe(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
@@ -113,7 +111,6 @@ class StepCost:
         if seconds <= 0 or num_requests <= 0:
             return
         self._observe(self.lines, num_requests, num_draft_tokens, seconds)
-        self.most_draft_tokens = max(self.most_draft_tokens, num_draft_tokens)
 
 
 @inner

@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
 
 @inner
-def plan(survival, lengths, n, costs, rank, fixed, most, found):  # type: ignore[no-untyped-def]
+def plan(survival, lengths, n, costs, rank, fixed, found):  # type: ignore[no-untyped-def]
     """Chooses the sources and draft lengths with the highest rate of output tokens.
 
     Args:
@@ -74,8 +74,6 @@ def plan(survival, lengths, n, costs, rank, fixed, most, found):  # type: ignore
             first source's is taken.
         fixed: bool ``[S]``, sources whose drafts are never cut. A request that has such a draft
             always sends a draft.
-        most: upper bound of the step's draft tokens. The first rows come first. Drafts of fixed
-            sources count, but are not bounded.
         found: a :class:`Plan`, written.
 
     Returns:
@@ -89,7 +87,7 @@ def plan(survival, lengths, n, costs, rank, fixed, most, found):  # type: ignore
     credits[:] = 0.0
     for _ in range(_ROUNDS):
         num_tokens, expected = _choose(
-            survival, lengths, n, rank, fixed, rate * slope, most, source, chosen, values
+            survival, lengths, n, rank, fixed, rate * slope, False, source, chosen, values
         )
         before = rate
         rate = (n + expected) / (base + slope * num_tokens) if num_tokens else plain_rate
@@ -97,7 +95,7 @@ def plan(survival, lengths, n, costs, rank, fixed, most, found):  # type: ignore
             break
     if num_tokens and rate < (1.0 + MIN_GAIN) * plain_rate:
         num_tokens, expected = _choose(
-            survival, lengths, n, rank, fixed, rate * slope, 0, source, chosen, values
+            survival, lengths, n, rank, fixed, rate * slope, True, source, chosen, values
         )
         rate = (n + expected) / (base + slope * num_tokens) if num_tokens else plain_rate
     if num_tokens:
@@ -122,16 +120,17 @@ def _draft_value(survival, length, price, is_fixed):  # type: ignore[no-untyped-
 
 @inner
 def _choose(  # type: ignore[no-untyped-def]
-    survival, lengths, n, rank, fixed, price, most, source, chosen, values
+    survival, lengths, n, rank, fixed, price, only_fixed, source, chosen, values
 ):
-    """Writes each request's best draft; returns numbers of draft and expected accepted tokens."""
+    """Writes each request's best draft; returns numbers of draft and expected accepted tokens.
+
+    With ``only_fixed`` no other source's drafts are sent.
+    """
     num_tokens, total = 0, 0.0
     for row in range(n):
         best, best_source, best_count, best_expected = 0.0, -1, 0, 0.0
         for each in rank:
-            length = lengths[each, row]
-            if not fixed[each]:
-                length = min(length, max(most - num_tokens, 0))
+            length = lengths[each, row] if fixed[each] or not only_fixed else 0
             value, count, expected = _draft_value(survival[each, row], length, price, fixed[each])
             must = fixed[each] and best_source < 0
             if count and (value > best or must):

@@ -101,14 +101,13 @@ def observe(a, work, num_drafts, max_len, batch, num_new, num_verified, outcomes
 
 
 @kernel
-def plan_step(lines, slots, num_steps, most_tokens, a, work, found):  # type: ignore[no-untyped-def]
+def plan_step(lines, slots, num_steps, a, work, found):  # type: ignore[no-untyped-def]
     """Plans the step with the drafts offered so far, and updates the exploration budget.
 
     Args:
         lines: of :class:`specserve.policy.cost.StepCost`.
         slots: int64 ``[n]``.
         num_steps: steps since the last call; a share of their time is added to the budget.
-        most_tokens: upper bound of the step's draft tokens.
         a: the acceptance state.
         work: the workspace.
         found: a :class:`specserve.policy.planner.Plan`, written.
@@ -121,12 +120,12 @@ def plan_step(lines, slots, num_steps, most_tokens, a, work, found):  # type: ig
     earn(work.credit_s, costs[0], num_steps)
     survival_of(a, slots, work.limits, work.survival, work.lengths)
     _sort(work.surplus_s, work.rank)
-    planned = plan(work.survival, work.lengths, n, costs, work.rank, work.fixed, most_tokens, found)
+    planned = plan(work.survival, work.lengths, n, costs, work.rank, work.fixed, found)
     return costs, planned
 
 
 @kernel
-def decide(lines, slots, num_steps, most_tokens, is_impatient, a, work, found):  # type: ignore[no-untyped-def]
+def decide(lines, slots, num_steps, is_impatient, a, work, found):  # type: ignore[no-untyped-def]
     """Chooses the step's drafts: those of the plan, none during calibration, or an exploration.
 
     Args:
@@ -138,7 +137,7 @@ def decide(lines, slots, num_steps, most_tokens, is_impatient, a, work, found): 
         offered drafts; whether plain steps of about this batch size were measured).
     """
     n = slots.shape[0]
-    costs, planned = plan_step(lines, slots, num_steps, most_tokens, a, work, found)
+    costs, planned = plan_step(lines, slots, num_steps, a, work, found)
     is_known = is_calibrated(lines, n)
     if not (is_known or is_impatient):
         for row in range(n):

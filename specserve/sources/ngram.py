@@ -1,13 +1,16 @@
-"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the last few tokens.
+"""Prompt lookup: drafts what most often followed the last tokens in the request's own text.
 
-The last tokens are searched in the request's own prompt and output, as in LLMA ("Inference with
-Reference", arXiv 2304.04487), prompt lookup decoding and TensorRT-LLM's NGram.
+As in LLMA ("Inference with Reference", arXiv 2304.04487) and prompt lookup decoding, the last
+tokens are searched in the request's prompt and output. Each token of a draft is looked up: it is
+the one that most often followed the longest n-gram that occurred before, as in llama.cpp's lookup
+decoding. So all places of an n-gram vote, and a draft can go on from another place.
 
-Each request has one hash table per configured n-gram size. An entry packs the n-gram's hash (upper
-32 bits) and the position after it (lower 32 bits); 0 is a free slot. The tables use open addressing
-with linear probing and are at most half full. n-grams with equal hashes (1 pair in 2**32) share an
-entry. A lookup compares the tokens, so a collision can hide a match but never gives a wrong one.
-The kernels are compiled by Numba and run without the interpreter lock.
+Each request has one hash table for its n-grams of all sizes. It uses open addressing with linear
+probing and is at most three quarters full. An entry has a tag, which is the n-gram's hash (upper 34
+bits), how often another token followed and how often this one did (3 bits each), and the token
+(lower 24 bits); 0 is a free slot. n-grams with equal tags share an entry. This may give a wrong
+draft, which verification rejects. The kernels are compiled by Numba and run without the interpreter
+lock.
 """
 
 from __future__ import annotations
@@ -37,54 +40,56 @@ INGEST_TOKENS_PER_STEP = 8192
 """Most tokens of long new texts indexed in one step, over all requests: 1 to 2 ms. A longer prompt
 takes several steps. Until then drafts come from the indexed part."""
 
+MAX_VOTES = 7
+"""More votes of an n-gram are halved, so that newer ones count more."""
+
+MIN_CONFIDENCE = 0.05
+"""A draft ends where the product of its tokens' confidences is lower."""
+
 _SMALL_INGEST_TOKENS = 256
 """A text with at most so many new tokens is always indexed at once, outside that budget."""
 
-_FIRST_CAPACITY = 256
+_MIN_CAPACITY = 256
 _CHUNK = 64
-"""Entries that are prefetched together before they are written, so that cache misses overlap."""
+"""Votes whose entries are prefetched together before they are written, so that cache misses
+overlap. Its rows are the n-gram's tag, the token that followed, and the row of the batch."""
+
+_NGRAM, _FOLLOWING, _ROW = range(3)
 
 _GROUP = 16
 """Requests whose entries are prefetched together before they are read."""
 
-_DOUBT = 8.0
-"""The confidence after a match of ``m`` tokens is ``m^2 / (m^2 + 8)``. Each draft token makes the
-match one token longer."""
-
-_POSITION_MASK = np.uint64(0xFFFFFFFF)
-_S32 = np.uint64(32)
+_TAG, _MISSES, _HITS = np.uint64(30), np.uint64(27), np.uint64(24)  # first bits
+_COUNT, _TOKEN = np.uint64(0x7), np.uint64(0xFFFFFF)
 
 _ADDRESS, _CAPACITY, _INDEXED, _TARGET, _NUM_COLUMNS = range(5)
-"""Columns of a request: address of its tables, slots of each table, positions indexed before
-and after this step. The last position is not indexed, as nothing follows it yet."""
+"""Columns of a request: address of its table, slots of the table, tokens indexed before and after
+this step."""
 
 
 class NgramSource:
-    """Drafts by copying from the request's own prompt and output.
+    """Drafts what followed the last tokens in the request's own prompt and output.
 
-    The longest suffix of ``min_matching_ngram_size`` .. ``max_matching_ngram_size`` tokens that
-    occurred before wins, at its newest (or oldest) place. Each step indexes only new tokens, so its
-    cost does not depend on the context's length. Memory per request: 16 to 32 bytes a token and
-    n-gram size, until :meth:`close`.
-
-    A draft that reaches the text's end continues with its own tokens. A match ``d`` tokens before
-    the end means that the text repeats with period ``d``, so the draft repeats that period.
+    The sizes of n-grams are ``min_matching_ngram_size``, each double of it, and
+    ``max_matching_ngram_size``. Each step indexes only new tokens, so its cost does not depend on
+    the context's length. Memory per request: 16 to 32 bytes a token and size, until :meth:`close`.
     """
 
     def __init__(self, config: NgramConfig, context: SourceContext) -> None:
         num_slots = context.num_slots
         self._tables: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
-        chunk = np.zeros((2, _CHUNK), np.uint64)
-        self._scratch = chunk, np.zeros((_GROUP, config.max_matching_ngram_size), np.uint64)
-        self._sizes = config.min_matching_ngram_size, config.max_matching_ngram_size
+        self._sizes = _sizes(config.min_matching_ngram_size, config.max_matching_ngram_size)
         self._drafts = DraftBuffer(num_slots, config.max_draft_len)
-        self._options = self._sizes, config.use_oldest, INGEST_TOKENS_PER_STEP
+        self._options = self._sizes, INGEST_TOKENS_PER_STEP
+        tags = np.zeros((_GROUP, len(self._sizes)), np.uint64)
+        chunk, active = np.zeros((3, _CHUNK), np.uint64), np.zeros(_GROUP, np.int64)
+        self._scratch = chunk, tags, active, np.zeros(_GROUP)
         batch, drafts = DraftBatch.empty(), self._drafts.rows(0)
         limits = batch.num_tokens
         of_step = batch[:3], limits, self._requests, self._options, self._scratch, drafts
         self._step = direct(step_batch, *of_step)
-        self._rehash = direct(rehash, chunk[0], 1, chunk[0], 1, 1)
+        self._rehash = direct(rehash, tags[0], tags[0])
 
     @property
     def num_bytes(self) -> int:
@@ -95,18 +100,16 @@ class NgramSource:
         """Does nothing; :meth:`propose` makes the index."""
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
-        """Indexes each request's new tokens and searches its text for the last tokens.
+        """Indexes each request's new tokens and looks up its last ones.
 
         A request in prefill may be in the batch with a limit of 0. Its prompt is then indexed
         before it decodes.
         """
         drafts = self._drafts.rows(len(limits))
         of_step = batch[:3], limits, self._requests, self._options, self._scratch, drafts
-        while True:
-            row = self._step(*of_step)
-            if row < 0:
-                return drafts
+        while (row := self._step(*of_step)) >= 0:
             self._make_room(int(batch.slots[row]), int(batch.num_tokens[row]))
+        return drafts
 
     def close(self, slots: Int64Array) -> None:
         """Frees the indexes of these requests."""
@@ -115,22 +118,27 @@ class NgramSource:
         self._requests[slots] = 0
 
     def _make_room(self, slot: int, num_tokens: int) -> None:
-        """Allocates larger tables for a request, with room for all of its tokens.
+        """Allocates a larger table for a request, with room for all of its tokens.
 
         If the text became shorter, it is a different one: its index is dropped first.
         """
         request = self._requests[slot]
-        if num_tokens <= request[_INDEXED]:
+        if num_tokens < request[_INDEXED]:
             self.close(np.array([slot]))
-        old_table, old_capacity = self._tables[slot], int(request[_CAPACITY])
-        entries = max(2 * num_tokens + 2, _FIRST_CAPACITY, 2 * old_capacity)
-        capacity = 1 << (entries - 1).bit_length()
-        low, high = self._sizes
-        table = np.zeros((high - low + 1) * capacity, np.uint64)
-        if old_table is not None:
-            self._rehash(old_table, old_capacity, table, capacity, high - low + 1)
+        entries = max(2 * len(self._sizes) * num_tokens, 2 * int(request[_CAPACITY]), _MIN_CAPACITY)
+        table = np.zeros(1 << (entries - 1).bit_length(), np.uint64)
+        if (old := self._tables[slot]) is not None:
+            self._rehash(old, table)
         self._tables[slot] = table
-        request[_ADDRESS], request[_CAPACITY] = table.ctypes.data, capacity
+        request[_ADDRESS], request[_CAPACITY] = table.ctypes.data, len(table)
+
+
+def _sizes(smallest: int, largest: int) -> Int64Array:
+    """The sizes of n-grams: the smallest, each double of it, and the largest."""
+    sizes = [smallest]
+    while sizes[-1] < largest:
+        sizes.append(min(2 * sizes[-1], largest))
+    return np.array(sizes)
 
 
 @intrinsic
@@ -161,179 +169,186 @@ def _extend(state: np.uint64, token: np.int32) -> np.uint64:
 
 
 @inner
-def _put(table, start, mask, tag, position, keep_oldest):  # type: ignore[no-untyped-def]
-    """Stores ``position`` under ``tag``; with ``keep_oldest`` an existing entry stays."""
+def _slot_of(table, tag):  # type: ignore[no-untyped-def]
+    """Slot of the n-gram's entry, or the free one where it belongs."""
+    mask = np.uint64(table.shape[0] - 1)
     slot = tag & mask
-    while True:
-        entry = table[start + slot]
-        if entry == 0:
-            table[start + slot] = (tag << _S32) | position
-            return
-        if entry >> _S32 == tag:
-            if not keep_oldest:
-                table[start + slot] = (tag << _S32) | position
-            return
+    while table[slot] != 0 and table[slot] >> _TAG != tag:
         slot = (slot + ONE) & mask
+    return slot
 
 
 @inner
-def _get(table, start, mask, tag):  # type: ignore[no-untyped-def]
-    """The position stored under ``tag``; 0: none."""
-    slot = tag & mask
-    while True:
-        entry = table[start + slot]
-        if entry == 0:
-            return 0
-        if entry >> _S32 == tag:
-            return np.int64(entry & _POSITION_MASK)
-        slot = (slot + ONE) & mask
+def _vote(table, tag, token):  # type: ignore[no-untyped-def]
+    """Records that ``token``, a uint64, followed an n-gram once more.
+
+    The entry's token is replaced if another one followed more often than it did.
+    """
+    slot = _slot_of(table, tag)
+    entry = table[slot]
+    hits, misses = (entry >> _HITS) & _COUNT, (entry >> _MISSES) & _COUNT
+    if entry == 0 or entry & _TOKEN == token:
+        hits += ONE
+    elif misses < hits:
+        misses, token = misses + ONE, entry & _TOKEN
+    else:
+        hits, misses = ONE, hits
+    if hits + misses > MAX_VOTES:
+        hits, misses = (hits + ONE) >> ONE, misses >> ONE
+    table[slot] = tag << _TAG | misses << _MISSES | hits << _HITS | token
 
 
 @inner
-def _ingest(table, capacity, text, begin, end, sizes, keep_oldest, chunk):  # type: ignore[no-untyped-def]
-    """Indexes the n-grams that end at positions ``begin + 1 .. end`` of ``text``."""
-    (low, high), mask = sizes, np.uint64(capacity - 1)
-    tags, positions = chunk[0], chunk[1]
-    count = 0
-    for position in range(begin + 1, end + 1):
-        state = np.uint64(0)
-        for size in range(1, min(high, position) + 1):
-            state = _extend(state, text[position - size])
-            if size >= low:
-                tag, start = mix(state) >> _S32, (size - low) * capacity
-                prefetch(table, start + np.int64(tag & mask))
-                tags[count] = tag
-                positions[count] = (np.uint64(start) << _S32) | np.uint64(position)
-                count += 1
-                if count == _CHUNK:
-                    _put_all(table, mask, tags, positions, count, keep_oldest)
-                    count = 0
-    _put_all(table, mask, tags, positions, count, keep_oldest)
+def _record(chunk, count, slots, requests):  # type: ignore[no-untyped-def]
+    """Records the first ``count`` votes of a chunk."""
+    for k in range(count):
+        request = requests[slots[np.int64(chunk[_ROW, k])]]
+        table = array_at(request[_ADDRESS], request[_CAPACITY])
+        _vote(table, chunk[_NGRAM, k], chunk[_FOLLOWING, k])
 
 
 @inner
-def _put_all(table, mask, tags, positions, count, keep_oldest):  # type: ignore[no-untyped-def]
-    for i in range(count):
-        start, position = positions[i] >> _S32, positions[i] & _POSITION_MASK
-        _put(table, start, mask, tags[i], position, keep_oldest)
-
-
-@inner
-def _tags(table, capacity, text, length, sizes, tags):  # type: ignore[no-untyped-def]
-    """Writes the tags of the suffixes of ``text[:length]`` by size; prefetches their entries."""
-    low, high = sizes
-    state = np.uint64(0)
-    for size in range(1, min(high, length) + 1):
-        state = _extend(state, text[length - size])
-        if size >= low:
-            tags[size - 1] = mix(state) >> _S32
-            start, mask = (size - low) * capacity, np.uint64(capacity - 1)
-            prefetch(table, start + np.int64(tags[size - 1] & mask))
-
-
-@inner
-def _find(table, capacity, text, length, sizes, tags):  # type: ignore[no-untyped-def]
-    """Finds the stored place of the longest suffix of ``text[:length]`` that occurred before.
+def _ingest(batch, row, requests, sizes, chunk, count):  # type: ignore[no-untyped-def]
+    """Adds the votes of a request's new tokens to a chunk of ``count`` votes; records full chunks.
 
     Returns:
-        (the position after the match, its size in tokens); (0, 0): none.
+        Number of votes in the chunk that are not recorded yet.
     """
-    (low, high), mask = sizes, np.uint64(capacity - 1)
-    for size in range(min(high, length), low - 1, -1):
-        position = _get(table, np.uint64((size - low) * capacity), mask, tags[size - 1])
-        if size <= position < length:
-            equal = True
-            for back in range(1, size + 1):
-                if text[position - back] != text[length - back]:
-                    equal = False
-                    break
-            if equal:
-                return position, size
-    return 0, 0
+    slots, token_ids, _ = batch
+    text, request = token_ids[row], requests[slots[row]]
+    table = array_at(request[_ADDRESS], request[_CAPACITY])
+    for position in range(request[_INDEXED], request[_TARGET]):
+        state, known = np.uint64(0), 0
+        for level in range(sizes.shape[0]):
+            if sizes[level] > position:
+                break
+            while known < sizes[level]:
+                known += 1
+                state = _extend(state, text[position - known])
+            tag = mix(state) >> _TAG
+            prefetch(table, np.int64(tag & np.uint64(table.shape[0] - 1)))
+            chunk[_NGRAM, count], chunk[_ROW, count] = tag, np.uint64(row)
+            chunk[_FOLLOWING, count] = np.uint64(text[position]) & _TOKEN
+            count += 1
+            if count == chunk.shape[1]:
+                _record(chunk, count, slots, requests)
+                count = 0
+    request[_INDEXED] = request[_TARGET]
+    return count
 
 
 @inner
-def copy_from(text, length, position, size, draft, confidence):  # type: ignore[no-untyped-def]
-    """Fills ``draft`` with the tokens from ``position`` on, after a match of ``size`` tokens.
-
-    After the text's end it continues with the draft's own tokens.
-    """
-    for j in range(draft.shape[0]):
-        source = position + j
-        draft[j] = text[source] if source < length else draft[source - length]
-        matched = float(size + j) ** 2
-        confidence[j] = matched / (matched + _DOUBT)
+def _end_tags(table, text, length, draft, j, sizes, tags):  # type: ignore[no-untyped-def]
+    """Writes the tags of the n-grams at the end of ``text[:length]`` and ``draft[:j]``, by size; 0
+    for those longer than that. Prefetches their entries."""
+    state, known = np.uint64(0), 0
+    for level in range(sizes.shape[0]):
+        tags[level] = 0
+        if sizes[level] <= length + j:
+            while known < sizes[level]:
+                known += 1
+                token = draft[j - known] if known <= j else text[length + j - known]
+                state = _extend(state, token)
+            tags[level] = mix(state) >> _TAG
+            prefetch(table, np.int64(tags[level] & np.uint64(table.shape[0] - 1)))
 
 
 @inner
-def _plan_ingest(num_tokens, slots, requests, budget):  # type: ignore[no-untyped-def]
+def _longest(table, sizes, tags):  # type: ignore[no-untyped-def]
+    """Entry and size of the longest n-gram that the table has; (0, 0): it has none."""
+    for level in range(sizes.shape[0] - 1, -1, -1):
+        entry = table[_slot_of(table, tags[level])]
+        if entry != 0 and tags[level] != 0:
+            return entry, sizes[level]
+    return np.uint64(0), 0
+
+
+@inner
+def _draft(batch, begin, end, limits, requests, sizes, scratch, drafts):  # type: ignore[no-untyped-def]
+    """Writes the drafts of rows ``begin .. end - 1``, in turn a token of each."""
+    slots, token_ids, num_tokens = batch
+    _, tags, active, products = scratch
+    num_active, j = 0, 0
+    for row in range(begin, end):
+        drafts.lengths[row] = 0
+        if limits[row] > 0:
+            active[num_active], products[row - begin] = row, 1.0
+            num_active += 1
+    while num_active:
+        for k in range(num_active):
+            row = active[k]
+            table = array_at(requests[slots[row], _ADDRESS], requests[slots[row], _CAPACITY])
+            text, draft = token_ids[row], drafts.tokens[row]
+            _end_tags(table, text, num_tokens[row], draft, j, sizes, tags[row - begin])
+        left = 0
+        for k in range(num_active):
+            row = active[k]
+            table = array_at(requests[slots[row], _ADDRESS], requests[slots[row], _CAPACITY])
+            entry, size = _longest(table, sizes, tags[row - begin])
+            if entry == 0:
+                continue
+            hits, misses = (entry >> _HITS) & _COUNT, (entry >> _MISSES) & _COUNT
+            confidence = hits / (hits + misses + 1.0 / size)
+            products[row - begin] *= confidence
+            if products[row - begin] < MIN_CONFIDENCE:
+                continue
+            drafts.tokens[row, j], drafts.confidence[row, j] = entry & _TOKEN, confidence
+            drafts.lengths[row] = j + 1
+            if j + 1 < min(limits[row], drafts.tokens.shape[1]):
+                active[left] = row
+                left += 1
+        num_active, j = left, j + 1
+
+
+@inner
+def _plan_ingest(num_tokens, slots, requests, num_sizes, budget):  # type: ignore[no-untyped-def]
     """Plans up to where to index each text; returns the first row without room for that, or -1."""
     for row in range(slots.shape[0]):
         request = requests[slots[row]]
-        end = max(num_tokens[row] - 1, 0)
-        missing = end - request[_INDEXED]
+        missing = num_tokens[row] - request[_INDEXED]
         if missing > _SMALL_INGEST_TOKENS:
             missing = min(missing, budget)
             budget -= missing
         request[_TARGET] = request[_INDEXED] + missing
-        if missing < 0 or 2 * request[_TARGET] + 2 > request[_CAPACITY]:
-            return row
+        if missing < 0 or 4 * num_sizes * max(request[_TARGET], 1) > 3 * request[_CAPACITY]:
+            return row  # a text that became shorter is another one
     return -1
 
 
 @kernel
 def step_batch(batch, limits, requests, options, scratch, drafts):  # type: ignore[no-untyped-def]
-    """One decoding step of the batch: indexes new tokens, looks up the last ones, copies drafts.
+    """One decoding step of the batch: indexes new tokens and looks up the last ones.
 
     Args:
         batch: the first three arrays of a :class:`specserve.core.types.DraftBatch`.
         limits: int32 ``[n]``, longest draft.
         requests: int64 ``[slots, _NUM_COLUMNS]``; updated.
-        options: sizes of the shortest and of the longest n-gram; whether the oldest place of an
-            n-gram is kept; most tokens of long new texts to index.
-        scratch: uint64 ``[2, _CHUNK]`` and ``[_GROUP, >= longest]``.
+        options: int64 ``[sizes]``, rising sizes of n-grams; most tokens of long new texts to index.
+        scratch: uint64 ``[3, _CHUNK]`` and ``[_GROUP, sizes]``; int64 and float64 ``[_GROUP]``.
         drafts: of n requests; all but the labels is written.
 
     Returns:
-        -1, or the row of a request that needs larger tables; then no draft was made.
+        -1, or the row of a request that needs a larger table; then no draft was made.
     """
-    slots, token_ids, num_tokens = batch
-    sizes, keep_oldest, budget = options
-    chunk, tags = scratch
-    row = _plan_ingest(num_tokens, slots, requests, budget)
+    slots, _, num_tokens = batch
+    sizes, budget = options
+    chunk = scratch[0]
+    row = _plan_ingest(num_tokens, slots, requests, sizes.shape[0], budget)
     if row >= 0:
         return row
-    num_sizes = sizes[1] - sizes[0] + 1
     for begin in range(0, slots.shape[0], _GROUP):
         end = min(begin + _GROUP, slots.shape[0])
+        count = 0
         for i in range(begin, end):
-            request, text = requests[slots[i]], token_ids[i]
-            capacity = request[_CAPACITY]
-            table = array_at(request[_ADDRESS], num_sizes * capacity)
-            first, last = request[_INDEXED], request[_TARGET]
-            _ingest(table, capacity, text, first, last, sizes, keep_oldest, chunk)
-            request[_INDEXED] = last
-            _tags(table, capacity, text, num_tokens[i], sizes, tags[i - begin])
-        for i in range(begin, end):
-            text, length, limit = token_ids[i], np.int64(num_tokens[i]), 0
-            capacity = requests[slots[i], _CAPACITY]
-            table = array_at(requests[slots[i], _ADDRESS], num_sizes * capacity)
-            position, size = _find(table, capacity, text, length, sizes, tags[i - begin])
-            if size > 0:
-                limit = max(min(limits[i], drafts.tokens.shape[1]), 0)
-                draft, confidence = drafts.tokens[i, :limit], drafts.confidence[i]
-                copy_from(text, length, position, size, draft, confidence)
-            drafts.lengths[i] = limit
+            count = _ingest(batch, i, requests, sizes, chunk, count)
+        _record(chunk, count, slots, requests)
+        _draft(batch, begin, end, limits, requests, sizes, scratch, drafts)
     return -1
 
 
 @kernel
-def rehash(old, old_capacity, new, new_capacity, num_sizes):  # type: ignore[no-untyped-def]
-    """Copies all entries into larger tables."""
-    mask = np.uint64(new_capacity - 1)
-    for index in range(num_sizes):
-        start = np.uint64(index * new_capacity)
-        for slot in range(index * old_capacity, (index + 1) * old_capacity):
-            entry = old[slot]
-            if entry != 0:
-                _put(new, start, mask, entry >> _S32, entry & _POSITION_MASK, False)
+def rehash(old, new):  # type: ignore[no-untyped-def]
+    """Copies all entries into a larger table."""
+    for slot in range(old.shape[0]):
+        if old[slot] != 0:
+            new[_slot_of(new, old[slot] >> _TAG)] = old[slot]

@@ -110,10 +110,10 @@ def sides(model: Path, batch: int, width: int) -> dict[str, Side]:
 def application(model: Path, *, dynamic: bool) -> AppConfig:
     """A configuration with the sources that need no model."""
     each = {"max_draft_len": DRAFT_LEN, "dynamic": dynamic}
-    low, high = MATCH
-    ngram = {"kind": "ngram", "min_matching_ngram_size": low, "max_matching_ngram_size": high}
     trie = {"kind": "trie", "max_bytes": MAX_BYTES}
-    return parse({"model": {"path": str(model)}, "speculation": [ngram | each, trie | each]})
+    return parse(
+        {"model": {"path": str(model)}, "speculation": [{"kind": "ngram"} | each, trie | each]}
+    )
 
 
 def texts_of(

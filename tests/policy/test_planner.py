@@ -41,8 +41,8 @@ def arrays(offers: Offers, longest: int = 4) -> tuple[Float64Array, Int32Array]:
 
 
 @kernel
-def kernel_of_plan(survival, lengths, n, costs, rank, fixed, most, found):  # type: ignore[no-untyped-def]
-    return plan(survival, lengths, n, costs, rank, fixed, most, found)
+def kernel_of_plan(survival, lengths, n, costs, rank, fixed, found):  # type: ignore[no-untyped-def]
+    return plan(survival, lengths, n, costs, rank, fixed, found)
 
 
 @kernel
@@ -68,7 +68,6 @@ def planned(
     *,
     rank: Sequence[int] | None = None,
     fixed: Sequence[int] = (),
-    most_tokens: int = 1000,
 ) -> Planned:
     survival, lengths = arrays(offers)
     count = len(offers)
@@ -76,9 +75,7 @@ def planned(
     order = np.array(range(count) if rank is None else rank, np.int64)
     num_requests = len(offers[0])
     found = Plan.empty(num_requests + 1, count)
-    figures = kernel_of_plan(
-        survival, lengths, num_requests, costs, order, is_fixed, most_tokens, found
-    )
+    figures = kernel_of_plan(survival, lengths, num_requests, costs, order, is_fixed, found)
     n = num_requests
     return Planned(found.source[:n], found.lengths[:n], found.values[:n], found.credits, *figures)
 
@@ -195,15 +192,6 @@ def test_a_fixed_draft_is_sent_if_the_other_ones_gain_is_below_noise(
 def test_a_better_draft_replaces_a_fixed_one() -> None:
     found = planned([[[0.1, 0.01]], [[0.9, 0.8]]], fixed=(0,))
     assert (found.source.tolist(), found.lengths.tolist()) == ([1], [2])
-
-
-@pytest.mark.parametrize("most_tokens", [0, 1, 5, 7])
-def test_a_plan_of_equal_drafts_respects_the_token_limit(
-    most_tokens: int,
-) -> None:
-    found = planned([[[0.9, 0.8, 0.7]] * 4], most_tokens=most_tokens)
-    assert found.num_draft_tokens == most_tokens
-    assert found.lengths.tolist() == sorted(found.lengths, reverse=True)
 
 
 def test_a_plan_without_requests_or_drafts_is_empty() -> None:

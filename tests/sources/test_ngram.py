@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from specserve.core.source_config import NgramConfig
 from specserve.core.types import DraftBatch
 from specserve.sources import ngram
 from specserve.sources.base import SourceContext
-from specserve.sources.ngram import NgramSource
+from specserve.sources.ngram import MAX_VOTES, MIN_CONFIDENCE, NgramSource
 
 NUM_SLOTS = 256
 
@@ -57,36 +58,85 @@ class Lookup:
         self.source.close(np.array([self.slots[name] for name in names], np.int64))
 
 
-def naive(text: list[int], settings: NgramConfig, limit: int) -> tuple[list[int], int]:
-    """Reference: the longest suffix, its newest or oldest match, copied cyclically."""
-    limit = min(limit, settings.max_draft_len)
-    sizes = range(settings.max_matching_ngram_size, settings.min_matching_ngram_size - 1, -1)
-    for size in sizes:
-        if size >= len(text) or not limit:
-            continue
-        ends = range(size, len(text))
-        places = [end for end in ends if text[end - size : end] == text[-size:]]
-        if places:
-            place = places[0] if settings.use_oldest else places[-1]
-            longer = list(text)
-            for offset in range(limit):
-                longer.append(longer[place + offset])
-            return longer[len(text) :], size
-    return [], 0
+class Votes:
+    """Reference: counts which token followed each n-gram, in a plain dictionary."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._entries: dict[tuple[int, ...], tuple[int, int, int]] = {}
+        self._num_learned = 0
+
+    def learn(self, text: Sequence[int]) -> None:
+        """Learns the tokens of a text that grows from call to call."""
+        for end in range(self._num_learned, len(text)):
+            for size in self._sizes:
+                if size <= end:
+                    self._vote(tuple(text[end - size : end]), text[end])
+        self._num_learned = len(text)
+
+    def draft(self, text: Sequence[int], limit: int) -> tuple[list[int], list[float]]:
+        """A draft after a text, with its confidence."""
+        longer, confidence = list(text), list[float]()
+        while len(confidence) < limit:
+            known = [size for size in self._sizes if size <= len(longer)]
+            known = [size for size in known if tuple(longer[-size:]) in self._entries]
+            if not known:
+                break
+            token, hits, misses = self._entries[tuple(longer[-known[-1] :])]
+            confidence.append(hits / (hits + misses + 1 / known[-1]))
+            if np.prod(confidence) < MIN_CONFIDENCE:
+                confidence.pop()
+                break
+            longer.append(token)
+        return longer[len(text) :], confidence
+
+    def _vote(self, context: tuple[int, ...], token: int) -> None:
+        known, hits, misses = self._entries.get(context, (token, 0, 0))
+        if known == token:
+            hits += 1
+        elif misses < hits:
+            misses += 1
+        else:
+            known, hits, misses = token, 1, hits
+        if hits + misses > MAX_VOTES:
+            hits, misses = (hits + 1) // 2, misses // 2
+        self._entries[context] = known, hits, misses
 
 
 def test_the_draft_is_what_followed_the_longest_match() -> None:
-    text = [1, 2, 3, 10, 11, 2, 3, 20, 21, 9, 1, 2, 3]
+    text = [1, 2, 3, 4, 10, 11, 9, 3, 4, 20, 21, 9, 1, 2, 3, 4]
     lookup = Lookup(config(max_draft_len=2))
     assert lookup.one(text) == (10, 11)
-    assert lookup.confidence == pytest.approx([9 / 17, 16 / 24])  # of 3 tokens, then of 4
+    assert lookup.confidence == pytest.approx([1 / (1 + 1 / 4)] * 2)  # one place of four tokens
 
 
-def test_the_newest_of_equal_matches_wins_or_the_oldest_if_configured() -> None:
-    text = [1, 2, 30, 1, 2, 40, 1, 2]
-    assert Lookup(config(max_draft_len=1)).one(text) == (40,)
-    oldest = Lookup(config(max_draft_len=1, use_oldest=True))
-    assert oldest.one(text) == (30,)
+def test_the_token_that_followed_most_often_is_drafted() -> None:
+    text = [1, 30, 2, 1, 30, 3, 1, 40, 5, 1]
+    lookup = Lookup(config(max_draft_len=1))
+    assert lookup.one(text) == (30,)
+    assert lookup.confidence == pytest.approx([2 / (2 + 1 + 1)])  # two places of three, one token
+
+
+def test_of_equally_frequent_tokens_the_one_that_came_first_is_drafted() -> None:
+    assert Lookup(config(max_draft_len=1)).one([1, 30, 2, 1, 40, 3, 1]) == (30,)
+
+
+def test_a_token_that_follows_lately_replaces_one_that_followed_often() -> None:
+    lookup = Lookup(config(max_draft_len=1, max_matching_ngram_size=1))
+    text = [1, 30] * 100
+    assert lookup.one([*text, 1]) == (30,)
+    assert lookup.one([*text, *[1, 40] * MAX_VOTES, 1]) == (40,)
+
+
+def test_the_sizes_of_ngrams_double_up_to_the_longest() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 50, 3, 4, 5, 6, 7, 60, 1, 2, 3, 4, 5, 6, 7]
+    for longest, token in ((4, 50), (5, 50), (7, 50), (16, 50)):
+        assert Lookup(config(max_matching_ngram_size=longest, max_draft_len=1)).one(text) == (
+            token,
+        )
+    assert ngram._sizes(1, 8).tolist() == [1, 2, 4, 8]
+    assert ngram._sizes(2, 5).tolist() == [2, 4, 5]
+    assert ngram._sizes(3, 3).tolist() == [3]
 
 
 def test_a_match_shorter_than_the_minimum_is_no_match() -> None:
@@ -96,11 +146,19 @@ def test_a_match_shorter_than_the_minimum_is_no_match() -> None:
     assert Lookup(config()).one(text) != ()
 
 
+def test_a_draft_ends_where_it_is_improbable() -> None:
+    text = [7, 1, 8, 2, 8, 3, 8, 4, 8, 5, 8, 6, 8, 9, 8]  # what follows 8 is always another token
+    lookup = Lookup(config(max_draft_len=16, max_matching_ngram_size=1))
+    draft = lookup.one(text)
+    assert 0 < len(draft) < 16
+    assert np.prod(lookup.confidence) >= MIN_CONFIDENCE
+
+
 def test_a_periodic_text_is_continued_with_its_period() -> None:
     proposer = Lookup(config(max_draft_len=7))
-    assert proposer.one([9, 1, 2, 3, 1, 2, 3]) == (1, 2, 3, 1, 2, 3, 1)
+    assert proposer.one([9, 1, 2, 3, 1, 2, 3, 1, 2, 3]) == (1, 2, 3, 1, 2, 3, 1)
     proposer.close("a")
-    assert proposer.one([8, 5, 5, 5]) == (5,) * 7
+    assert proposer.one([8, *[5] * 6]) == (5,) * 7
 
 
 def test_a_draft_never_runs_past_the_requests_limit() -> None:
@@ -120,24 +178,23 @@ def test_an_empty_batch_gets_no_drafts() -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(
-    texts=st.lists(st.lists(st.integers(0, 3), max_size=40), min_size=1, max_size=4),
+    texts=st.lists(st.lists(st.integers(0, 3), max_size=60), min_size=1, max_size=4),
     sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted),
     max_draft_len=st.integers(1, 9),
-    use_oldest=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_every_step_agrees_with_a_plain_search(
-    texts: list[list[int]], sizes: list[int], max_draft_len: int, use_oldest: bool, seed: int
+def test_every_step_agrees_with_plain_counts(
+    texts: list[list[int]], sizes: list[int], max_draft_len: int, seed: int
 ) -> None:
     options = config(
         min_matching_ngram_size=sizes[0],
         max_matching_ngram_size=sizes[1],
         max_draft_len=max_draft_len,
-        use_oldest=use_oldest,
     )
     proposer = Lookup(options)
     rng = random.Random(seed)
     known = dict.fromkeys(map(str, range(len(texts))), 0)
+    votes = {name: Votes(ngram._sizes(*sizes).tolist()) for name in known}
     while any(known[name] < len(texts[int(name)]) for name in known):
         # A step has some of the requests, in any order.
         present = rng.sample(list(known), rng.randint(1, len(known)))
@@ -146,18 +203,22 @@ def test_every_step_agrees_with_a_plain_search(
         limit = rng.randint(0, 10)
         step = {name: texts[int(name)][: known[name]] for name in present}
         for name, draft in zip(present, proposer.propose(step, limit), strict=True):
-            assert list(draft) == naive(step[name], options, limit)[0]
+            votes[name].learn(step[name])
+            expected = votes[name].draft(step[name], min(limit, max_draft_len))
+            assert list(draft) == expected[0]
+            if name == present[0]:
+                assert proposer.confidence == pytest.approx(expected[1])
 
 
-def test_large_texts_of_many_tokens_agree_with_a_plain_search() -> None:
+def test_large_texts_of_many_tokens_agree_with_plain_counts() -> None:
     rng = np.random.default_rng(0)
-    options = config(max_draft_len=4)
-    proposer = Lookup(options)
+    proposer, votes = Lookup(config(max_draft_len=4)), Votes((1, 2, 4))
     text = rng.integers(0, 60, 6000).tolist()
     for end in range(200, 6000, 290):
-        tokens, size = naive(text[:end], options, 4)
+        votes.learn(text[:end])
+        tokens, confidence = votes.draft(text[:end], 4)
         assert list(proposer.one(text[:end])) == tokens
-        assert proposer.confidence[:1] == pytest.approx([size**2 / (size**2 + 8)] if size else [])
+        assert proposer.confidence == pytest.approx(confidence)
 
 
 def test_requests_keep_their_index_when_they_change_rows() -> None:
@@ -185,12 +246,6 @@ def test_a_slot_with_a_shorter_text_is_indexed_again() -> None:
     assert proposer.one([1, 2, 8, 8, 1, 2]) == (8, 8)
 
 
-def test_other_tokens_in_a_known_slot_make_no_wrong_match() -> None:
-    proposer = Lookup(config(max_draft_len=2))
-    proposer.one([1, 2, 3, 4, 1, 2])
-    assert proposer.one([6, 7, 8, 9, 10, 1, 2]) == ()
-
-
 def test_closed_requests_take_no_memory() -> None:
     proposer = Lookup(config())
     assert proposer.source.num_bytes == 0
@@ -206,7 +261,7 @@ def test_memory_is_bounded_by_the_length_of_the_text() -> None:
     text = np.random.default_rng(0).integers(0, 4096, 20_000).tolist()
     for end in range(1000, 20_001, 1000):
         proposer.one(text[:end])
-    assert proposer.source.num_bytes <= 3 * 32 * len(text) * 2
+    assert proposer.source.num_bytes <= 2 * 32 * len(text)  # sizes 2 and 4
 
 
 def test_a_long_prompt_is_indexed_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +280,16 @@ def test_a_long_prompt_does_not_starve_the_other_requests(monkeypatch: pytest.Mo
     proposer = Lookup(config(max_draft_len=1))
     step = {"long": list(range(5000)), "short": [1, 2, 3, 4, 1, 2]}
     assert proposer.propose(step)[1] == (3,)
+
+
+def test_a_text_without_budget_in_its_first_step_gets_no_draft_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ngram, "INGEST_TOKENS_PER_STEP", 1000)
+    proposer = Lookup(config(max_draft_len=1))
+    step = {"first": list(range(3000)), "second": [1, 2, 3] * 200}
+    assert proposer.propose(step)[1] == ()  # the first text took the budget of both calls
+    assert proposer.propose(step)[1] == (1,)
 
 
 def test_the_engines_arrays_are_not_changed() -> None:
