@@ -268,11 +268,15 @@ def _peer_speculation(config: AppConfig, method: Method) -> dict[str, Any]:
     """vLLM's ``speculative_config`` for one of its own methods."""
     source = next((s for s in config.speculation if s.kind == "ngram"), None)
     if method.name == "vllm-ngram":
+        # Our default, a match of one token, suits lookup by votes. vLLM takes the first match.
+        is_set = source is not None and "min_matching_ngram_size" in source.model_fields_set
+        high = source.max_matching_ngram_size if source else 3
+        low = source.min_matching_ngram_size if source and is_set else min(2, high)
         return {
             "method": "ngram",
             "num_speculative_tokens": source.max_draft_len if source else 5,
-            "prompt_lookup_min": source.min_matching_ngram_size if source else 2,
-            "prompt_lookup_max": source.max_matching_ngram_size if source else 3,
+            "prompt_lookup_min": low,
+            "prompt_lookup_max": high,
         }
     if method.name == "vllm-suffix":
         if importlib.util.find_spec("arctic_inference") is None:

@@ -3,11 +3,12 @@
 As in LLMA ("Inference with Reference", arXiv 2304.04487) and prompt lookup decoding, the last
 tokens are searched in the request's prompt and output. Each token of a draft is looked up: it is
 the one that most often followed the longest n-gram that occurred before, as in llama.cpp's lookup
-decoding. So all places of an n-gram vote, and a draft can go on from another place.
+decoding. So all places of an n-gram vote. The count is approximate, as an entry keeps one token and
+the number of all others.
 
 Each request has one hash table for its n-grams of all sizes. It uses open addressing with linear
 probing and is at most three quarters full. An entry has a tag, which is the n-gram's hash (upper 34
-bits), how often another token followed and how often this one did (3 bits each), and the token
+bits), how often other tokens followed and how often this one did (3 bits each), and the token
 (lower 24 bits); 0 is a free slot. n-grams with equal tags share an entry. This may give a wrong
 draft, which verification rejects. The kernels are compiled by Numba and run without the interpreter
 lock.
@@ -52,15 +53,16 @@ _SMALL_INGEST_TOKENS = 256
 _MIN_CAPACITY = 256
 _CHUNK = 64
 """Votes whose entries are prefetched together before they are written, so that cache misses
-overlap. Its rows are the n-gram's tag, the token that followed, and the row of the batch."""
+overlap."""
 
 _NGRAM, _FOLLOWING, _ROW = range(3)
+"""Rows of a chunk of votes: the n-gram's tag, the token that followed, the row of the batch."""
 
 _GROUP = 16
 """Requests whose entries are prefetched together before they are read."""
 
-_TAG, _MISSES, _HITS = np.uint64(30), np.uint64(27), np.uint64(24)  # first bits
-_COUNT, _TOKEN = np.uint64(0x7), np.uint64(0xFFFFFF)
+_TAG, _MISSES, _HITS = np.uint64(30), np.uint64(27), np.uint64(24)  # first bits of an entry's parts
+_COUNT, _TOKEN = np.uint64(0x7), np.uint64(0xFFFFFF)  # masks
 
 _ADDRESS, _CAPACITY, _INDEXED, _TARGET, _NUM_COLUMNS = range(5)
 """Columns of a request: address of its table, slots of the table, tokens indexed before and after
@@ -70,9 +72,10 @@ this step."""
 class NgramSource:
     """Drafts what followed the last tokens in the request's own prompt and output.
 
-    The sizes of n-grams are ``min_matching_ngram_size``, each double of it, and
-    ``max_matching_ngram_size``. Each step indexes only new tokens, so its cost does not depend on
-    the context's length. Memory per request: 16 to 32 bytes a token and size, until :meth:`close`.
+    The first size of n-grams is ``min_matching_ngram_size``. Each size is twice the one before it,
+    and the last is ``max_matching_ngram_size``. Each step indexes only new tokens, so its cost does
+    not depend on the context's length. Memory per request: 11 to 32 bytes a token and size, until
+    :meth:`close`.
     """
 
     def __init__(self, config: NgramConfig, context: SourceContext) -> None:
@@ -134,7 +137,7 @@ class NgramSource:
 
 
 def _sizes(smallest: int, largest: int) -> Int64Array:
-    """The sizes of n-grams: the smallest, each double of it, and the largest."""
+    """Sizes of n-grams, each twice the one before it, up to the largest."""
     sizes = [smallest]
     while sizes[-1] < largest:
         sizes.append(min(2 * sizes[-1], largest))
@@ -182,7 +185,7 @@ def _slot_of(table, tag):  # type: ignore[no-untyped-def]
 def _vote(table, tag, token):  # type: ignore[no-untyped-def]
     """Records that ``token``, a uint64, followed an n-gram once more.
 
-    The entry's token is replaced if another one followed more often than it did.
+    It takes the place of the entry's token if other tokens have followed as often as that one.
     """
     slot = _slot_of(table, tag)
     entry = table[slot]
@@ -255,7 +258,10 @@ def _end_tags(table, text, length, draft, j, sizes, tags):  # type: ignore[no-un
 
 @inner
 def _longest(table, sizes, tags):  # type: ignore[no-untyped-def]
-    """Entry and size of the longest n-gram that the table has; (0, 0): it has none."""
+    """Entry and size of the longest n-gram that the table has; (0, 0): it has none.
+
+    A tag of 0 stands for an n-gram longer than the text, so one with that hash is never found.
+    """
     for level in range(sizes.shape[0] - 1, -1, -1):
         entry = table[_slot_of(table, tags[level])]
         if entry != 0 and tags[level] != 0:
@@ -324,7 +330,8 @@ def step_batch(batch, limits, requests, options, scratch, drafts):  # type: igno
         limits: int32 ``[n]``, longest draft.
         requests: int64 ``[slots, _NUM_COLUMNS]``; updated.
         options: int64 ``[sizes]``, rising sizes of n-grams; most tokens of long new texts to index.
-        scratch: uint64 ``[3, _CHUNK]`` and ``[_GROUP, sizes]``; int64 and float64 ``[_GROUP]``.
+        scratch: votes, uint64 ``[3, _CHUNK]``; tags, uint64 ``[_GROUP, sizes]``; rows that still
+            draft, int64 ``[_GROUP]``; products of their confidences, float64 ``[_GROUP]``.
         drafts: of n requests; all but the labels is written.
 
     Returns:

@@ -51,3 +51,21 @@ def test_a_method_given_twice_is_refused(config: AppConfig) -> None:
     assert [str(m) for m in parse_methods("none,ngram", config)] == ["none", "ngram"]
     with pytest.raises(ConfigError):
         parse_methods("none,ngram,none", config)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({}, (2, 4)),
+        ({"max_matching_ngram_size": 1}, (1, 1)),
+        ({"min_matching_ngram_size": 1, "max_matching_ngram_size": 3}, (1, 3)),
+    ],
+)
+def test_vllms_prompt_lookup_needs_two_tokens_unless_configured(
+    options: dict[str, int], sizes: tuple[int, int]
+) -> None:
+    from specserve.engine.offline import _peer_speculation  # imports vLLM
+
+    config = parse({"model": {"path": "m"}, "speculation": [{"kind": "ngram", **options}]})
+    section = _peer_speculation(config, parse_method("vllm-ngram", config))
+    assert (section["prompt_lookup_min"], section["prompt_lookup_max"]) == sizes

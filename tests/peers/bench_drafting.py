@@ -57,7 +57,7 @@ EDITED_LINES = 0.1
 INTERRUPTED = 1.2
 """Ratio of wall time to CPU time from which a step counts as interrupted."""
 MATCH = (2, 4)
-"""Shortest and longest match of prompt lookup, in tokens."""
+"""Shortest and longest match of vLLM's prompt lookup, in tokens."""
 
 
 class Player:

@@ -43,7 +43,7 @@ def test_the_policy_loses_little_and_is_near_the_best_fixed_length(
     assert speedup(workload, Policy()) >= max(0.97, 0.93 * best)
 
 
-@pytest.mark.parametrize("concurrency", [1, 8])
+@pytest.mark.parametrize("concurrency", [1, 8, 32])
 def test_a_cold_start_with_useless_drafts_costs_little(concurrency: int) -> None:
     workload = Workload((NEVER,), STEEP, concurrency, num_steps=150)
     assert speedup(workload, FixedLength(8)) < 0.7

@@ -38,7 +38,6 @@ def config() -> AppConfig:
                     "kind": "ngram",
                     "max_draft_len": 4,
                     "max_matching_ngram_size": 3,
-                    "min_matching_ngram_size": 1,
                     "dynamic": False,
                 },
                 {"kind": "trie", "max_bytes": 16 << 20, "dynamic": False},
