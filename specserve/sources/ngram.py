@@ -211,36 +211,6 @@ def _record(chunk, count, slots, requests):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _ingest(batch, row, requests, sizes, chunk, count):  # type: ignore[no-untyped-def]
-    """Adds the votes of a request's new tokens to a chunk of ``count`` votes; records full chunks.
-
-    Returns:
-        Number of votes in the chunk that are not recorded yet.
-    """
-    slots, token_ids, _ = batch
-    text, request = token_ids[row], requests[slots[row]]
-    table = array_at(request[_ADDRESS], request[_CAPACITY])
-    for position in range(request[_INDEXED], request[_TARGET]):
-        state, known = np.uint64(0), 0
-        for level in range(sizes.shape[0]):
-            if sizes[level] > position:
-                break
-            while known < sizes[level]:
-                known += 1
-                state = _extend(state, text[position - known])
-            tag = mix(state) >> _TAG
-            prefetch(table, np.int64(tag & np.uint64(table.shape[0] - 1)))
-            chunk[_NGRAM, count], chunk[_ROW, count] = tag, np.uint64(row)
-            chunk[_FOLLOWING, count] = np.uint64(text[position]) & _TOKEN
-            count += 1
-            if count == chunk.shape[1]:
-                _record(chunk, count, slots, requests)
-                count = 0
-    request[_INDEXED] = request[_TARGET]
-    return count
-
-
-@inner
 def _end_tags(table, text, length, draft, j, sizes, tags):  # type: ignore[no-untyped-def]
     """Writes the tags of the n-grams at the end of ``text[:length]`` and ``draft[:j]``, by size; 0
     for those longer than that. Prefetches their entries."""
@@ -254,6 +224,31 @@ def _end_tags(table, text, length, draft, j, sizes, tags):  # type: ignore[no-un
                 state = _extend(state, token)
             tags[level] = mix(state) >> _TAG
             prefetch(table, np.int64(tags[level] & np.uint64(table.shape[0] - 1)))
+
+
+@inner
+def _ingest(batch, row, requests, sizes, tags, chunk, count):  # type: ignore[no-untyped-def]
+    """Adds the votes of a request's new tokens to a chunk of ``count`` votes; records full chunks.
+
+    Returns:
+        Number of votes in the chunk that are not recorded yet.
+    """
+    slots, token_ids, _ = batch
+    text, request = token_ids[row], requests[slots[row]]
+    table = array_at(request[_ADDRESS], request[_CAPACITY])
+    for position in range(request[_INDEXED], request[_TARGET]):
+        _end_tags(table, text, position, text, 0, sizes, tags)
+        for level in range(sizes.shape[0]):
+            if tags[level] == 0:
+                continue
+            chunk[_NGRAM, count], chunk[_ROW, count] = tags[level], np.uint64(row)
+            chunk[_FOLLOWING, count] = np.uint64(text[position]) & _TOKEN
+            count += 1
+            if count == chunk.shape[1]:
+                _record(chunk, count, slots, requests)
+                count = 0
+    request[_INDEXED] = request[_TARGET]
+    return count
 
 
 @inner
@@ -339,7 +334,7 @@ def step_batch(batch, limits, requests, options, scratch, drafts):  # type: igno
     """
     slots, _, num_tokens = batch
     sizes, budget = options
-    chunk = scratch[0]
+    chunk, tags = scratch[:2]
     row = _plan_ingest(num_tokens, slots, requests, sizes.shape[0], budget)
     if row >= 0:
         return row
@@ -347,7 +342,7 @@ def step_batch(batch, limits, requests, options, scratch, drafts):  # type: igno
         end = min(begin + _GROUP, slots.shape[0])
         count = 0
         for i in range(begin, end):
-            count = _ingest(batch, i, requests, sizes, chunk, count)
+            count = _ingest(batch, i, requests, sizes, tags[0], chunk, count)
         _record(chunk, count, slots, requests)
         _draft(batch, begin, end, limits, requests, sizes, scratch, drafts)
     return -1
