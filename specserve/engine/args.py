@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from argparse import Namespace
+from functools import cache
 from typing import Any
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
@@ -20,9 +22,12 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, reason_of
 from specserve.core.source_config import DraftModelConfig
 from specserve.engine.chat_template import read_chat_template
+from specserve.engine.cpu.compilation import can_compile
 from specserve.engine.cuda_graphs import set_graph_sizes
 from specserve.engine.executor import CpuRayExecutor, InProcessExecutor, RayExecutor
 from specserve.engine.refused_options import ELSEWHERE, check_option
+
+logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Default size of a shard's KV cache on CPU."""
@@ -72,6 +77,18 @@ def _vllm_options(config: AppConfig) -> dict[str, Any]:
         if key == "quantization" and options[key] not in (None, *QUANTIZATION_METHODS):
             raise ConfigError(field, value, ", ".join(sorted(QUANTIZATION_METHODS)))
     return options
+
+
+@cache
+def _can_compile_model() -> bool:
+    """Whether vLLM can compile the model; on CPU it needs a C++ compiler."""
+    if not current_platform.is_cpu() or can_compile():
+        return True
+    logger.warning(
+        "no C++ compiler and Python headers here (packages g++ and python3-dev): the model runs "
+        "without compilation, which takes up to twice as long"
+    )
+    return False
 
 
 def _default(option: dataclasses.Field[Any]) -> Any:
@@ -189,7 +206,7 @@ def _model_options(config: AppConfig) -> dict[str, Any]:
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
         "kv_cache_memory_bytes": engine.kv_cache_memory_bytes or None,
-        "enforce_eager": engine.enforce_eager,
+        "enforce_eager": engine.enforce_eager or not _can_compile_model(),
         "seed": engine.seed,
     }
     if current_platform.is_cpu() and not engine.kv_cache_memory_bytes:

@@ -13,6 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from specserve.core.config import AppConfig, parse
 from specserve.core.errors import ConfigError
+from specserve.engine import args
 from specserve.engine.args import check_engine_options, serve_namespace, served_engine_args
 from specserve.engine.executor import InProcessExecutor, RayExecutor
 from specserve.engine.refused_options import DEFAULT_ONLY, ELSEWHERE, NOT_WITH_SOURCES
@@ -193,3 +194,18 @@ def test_an_in_engine_source_is_vllms_own_method_without_our_hook(
     assert arguments.speculative_config == expected
     assert arguments.worker_cls.endswith("InEngineWorker")
     assert not arguments.additional_config
+
+
+def test_a_model_is_not_compiled_on_cpu_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(args, "can_compile", lambda: False)
+    args._can_compile_model.cache_clear()
+    on_cpu = current_platform.is_cpu()
+    assert served_engine_args(config()).enforce_eager == on_cpu
+    assert ("no C++ compiler" in caplog.text) == on_cpu
+    args._can_compile_model.cache_clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(args, "can_compile", lambda: True)
+    assert not served_engine_args(config()).enforce_eager
+    args._can_compile_model.cache_clear()

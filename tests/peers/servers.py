@@ -122,6 +122,8 @@ def _vllm(config: AppConfig, speculation: dict[str, Any], *, on_our_kernels: boo
     environment |= openmp_environment(config.placement.num_cpus_per_shard)
     if not on_our_kernels:
         del environment["THP_MEM_ALLOC_ENABLE"]
+    elif _is_plain_faster(config.model.path):
+        environment["VLLM_MLA_DISABLE"] = "1"
     # As in our shards. By default vLLM leaves one core of each NUMA node free.
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="ss") as folder:
@@ -173,16 +175,25 @@ def _vllm_options(config: AppConfig, speculation: dict[str, Any]) -> dict[str, A
 
 
 @cache
-def _latent_attention(model: str, dtype: Any) -> str:
-    """The attention backend that a model needs on this machine; empty: vLLM's own choice."""
+def _is_plain_faster(model: str) -> bool:
+    """Whether our engine uses plain attention instead of latent attention, on one shard."""
     # Imported here, because it takes seconds.
     from vllm.engine.arg_utils import EngineArgs
 
-    from specserve.engine.cpu.backend import choose_latent_attention
+    from specserve.engine.cpu.backend import is_plain_faster
+
+    return is_plain_faster(EngineArgs(model=model).create_model_config(), num_shards=1)
+
+
+@cache
+def _latent_attention(model: str, dtype: Any) -> str:
+    """The backend of latent attention that a model needs here; empty: vLLM's own choice."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from specserve.engine.cpu.backend import fits_amx, has_amx
 
     arguments = EngineArgs(model=model, dtype=dtype)
-    choose_latent_attention(arguments)
-    return "" if arguments.attention_backend is None else arguments.attention_backend.name
+    return "CPU_MLA" if has_amx() and not fits_amx(arguments.create_model_config()) else ""
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

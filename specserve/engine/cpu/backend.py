@@ -1,10 +1,16 @@
-"""Chooses the backend of latent attention (MLA) on CPUs with AMX.
+"""Chooses how a model with latent attention (MLA) attends on CPU.
 
-On such a CPU vLLM 0.32 takes its AMX backend for every model with MLA. A model whose sizes or dtype
-the AMX kernels refuse then fails at the first prompt.
+MLA stores a latent for each token, which all heads share, and multiplies each head's query with it.
+A model with few heads has latents about as large as the keys and values of its heads together. Then
+plain attention over these is faster, since a head's key is much smaller than a latent.
+
+On a CPU with AMX, vLLM 0.32 takes its AMX backend for every model with MLA. A model whose sizes or
+dtype the AMX kernels refuse then fails at the first prompt.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 from vllm.config import ModelConfig
@@ -15,17 +21,44 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 _AMX_HEAD_SIZE, _AMX_MULTIPLE = 576, 32
 
 
-def choose_latent_attention(arguments: EngineArgs) -> None:
-    """Sets the backend to ``CPU_MLA`` if vLLM's AMX backend cannot run the model.
+_NO_MLA = "VLLM_MLA_DISABLE"
+"""The environment variable with which vLLM uses plain attention."""
+_WITH_PLAIN = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+_MAX_PLAIN_CACHE = 2
+"""Size of the heads' keys and values, relative to the latent, up to which attention is plain."""
 
-    The same holds for vLLM's own drafter, a part of the same model. A backend that the user names
-    is kept.
+
+def choose_latent_attention(arguments: EngineArgs) -> None:
+    """Chooses plain attention, or the backend ``CPU_MLA`` if vLLM's AMX backend does not fit.
+
+    Plain attention is an environment variable of vLLM, which the engine's processes inherit. The
+    choice also holds for vLLM's own drafter, a part of the same model. What the user chose is kept:
+    a backend, or that variable.
     """
     is_named = arguments.attention_backend or arguments.attention_config.backend
-    if has_amx() and not is_named and not fits_amx(arguments.create_model_config()):
+    if is_named or not current_platform.is_cpu():
+        return
+    model = arguments.create_model_config()
+    if _NO_MLA not in os.environ and is_plain_faster(model, arguments.tensor_parallel_size):
+        os.environ[_NO_MLA] = "1"
+    elif has_amx() and not fits_amx(model):
         arguments.attention_backend = AttentionBackendEnum.CPU_MLA
         if arguments.speculative_config is not None:
             arguments.speculative_config.setdefault("attention_backend", "CPU_MLA")
+
+
+def is_plain_faster(model: ModelConfig, num_shards: int) -> bool:
+    """Whether a shard's heads have keys and values not much larger than the latent.
+
+    False for models without latent attention, and for those that vLLM supports only with it.
+    """
+    text = model.hf_text_config
+    if not model.use_mla or model.architecture not in _WITH_PLAIN:
+        return False
+    # vLLM pads the values to the size of the keys.
+    head_size = text.qk_nope_head_dim + text.qk_rope_head_dim
+    of_heads = 2 * head_size * text.num_attention_heads // num_shards
+    return bool(of_heads <= _MAX_PLAIN_CACHE * (text.kv_lora_rank + text.qk_rope_head_dim))
 
 
 def has_amx() -> bool:

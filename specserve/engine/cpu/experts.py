@@ -6,7 +6,6 @@ model with a reference; it is slow. For other dtypes vLLM's kernel runs.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 
 _prepare = CPUUnquantizedExperts.process_weights_after_loading
 _apply = CPUUnquantizedExperts.apply
+_ARGUMENTS = ("output", "w1", "w2", "topk_weights", "topk_ids", "apply_router_weight_on_input")
+"""Names of vLLM's arguments that the float32 experts need."""
 
 
 def allow_float32_experts() -> None:
@@ -38,11 +39,15 @@ def _prepare_or_leave(self: Any, layer: Any) -> None:
 
 def _apply_in_any_type(self: Any, *, hidden_states: torch.Tensor, **rest: Any) -> None:
     """Replaces vLLM's method ``apply``, which is called with keyword arguments."""
-    is_float32 = hidden_states.dtype == torch.float32
-    apply = _apply_in_float32 if is_float32 else partial(_apply, self)
-    apply(hidden_states=hidden_states, **rest)
+    if hidden_states.dtype == torch.float32:
+        arguments = {name: rest[name] for name in _ARGUMENTS}
+        _apply_in_float32(hidden_states=hidden_states, **arguments)
+    else:
+        _apply(self, hidden_states=hidden_states, **rest)
 
 
+# An operator of its own, since torch's compiler cannot trace a loop over the chosen experts.
+@torch.library.custom_op("specserve::float32_experts", mutates_args=("output",))
 def _apply_in_float32(
     output: torch.Tensor,
     hidden_states: torch.Tensor,
@@ -51,7 +56,6 @@ def _apply_in_float32(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     apply_router_weight_on_input: bool,
-    **unused: Any,
 ) -> None:
     """Computes experts with SiLU between their projections; loading has checked this.
 
@@ -63,7 +67,6 @@ def _apply_in_float32(
         topk_weights: ``[tokens, experts a token]``.
         topk_ids: the same shape.
         apply_router_weight_on_input: whether the weights are in ``hidden_states`` already.
-        unused: the rest of vLLM's arguments.
     """
     output.zero_()
     for expert in sorted(set(topk_ids.flatten().tolist())):

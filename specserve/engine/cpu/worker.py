@@ -8,6 +8,7 @@ import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from specserve.engine.cpu.backend import has_amx, is_x86
+from specserve.engine.cpu.compilation import use_saved_models
 from specserve.engine.cpu.experts import allow_float32_experts
 from specserve.engine.cpu.kernels import repair_kernels, unused_generators_aside
 from specserve.engine.cpu.linear import use_fastest_linear, use_fastest_linear_in
@@ -17,6 +18,15 @@ from specserve.engine.cpu.norms import use_norm_kernels
 from specserve.engine.cpu.quantized import round_weights_instead
 from specserve.engine.cpu.verification import verify_by_drawing
 from specserve.engine.worker import InEngineMixin, SpeculationMixin
+
+
+def _forbid_compilation() -> None:
+    """Runs functions uncompiled that vLLM compiles at their first use.
+
+    They are small, such as one for log-probabilities. All requests would wait seconds for the
+    compilation, and without a C++ compiler it ends the engine.
+    """
+    torch.compiler.set_stance("force_eager")
 
 
 class CpuWorker(CPUWorker):
@@ -29,19 +39,24 @@ class CpuWorker(CPUWorker):
         use_flash_prefill()
         use_fastest_linear()
         use_norm_kernels()
+        use_saved_models()
         allow_float32_experts()
         if is_x86() and not has_amx():
             round_weights_instead()
         if self.model_config.enforce_eager:
-            # vLLM still compiles small functions at their first use, such as for log-probabilities.
-            # All requests wait seconds for that. Without a C++ compiler it ends the engine.
-            torch.compiler.set_stance("force_eager")
+            _forbid_compilation()
         super().init_device()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Loads the weights."""
         super().load_model(load_dummy_weights=load_dummy_weights)
         use_fastest_linear_in(self.get_model())
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warms up. The model is compiled by now, so nothing else needs to be."""
+        result = super().compile_or_warm_up_model()
+        _forbid_compilation()
+        return result
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Returns the step's tokens."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,15 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from specserve.engine.cpu.backend import choose_latent_attention, fits_amx
+from specserve.engine.cpu.backend import choose_latent_attention, fits_amx, is_plain_faster
 
 DEMO = Path(__file__).parents[3] / "configs/models/demo-base"
 
 
 def model(**sizes: Any) -> Any:
     deepseek: dict[str, Any] = {
+        "architecture": "DeepseekV3ForCausalLM",
+        "num_attention_heads": 128,
         "dtype": torch.bfloat16,
         "use_mla": True,
         "kv_lora_rank": 512,
@@ -47,10 +50,43 @@ def test_amx_does_not_fit_other_sizes_and_types(sizes: dict[str, Any]) -> None:
     assert not fits_amx(model(**sizes))
 
 
-@pytest.mark.skipif(
+@pytest.mark.parametrize(
+    ("sizes", "num_shards", "is_faster"),
+    [
+        ({}, 1, False),
+        ({"num_attention_heads": 3}, 1, True),
+        ({"num_attention_heads": 4}, 1, False),
+        ({"num_attention_heads": 4}, 2, True),
+        ({"num_attention_heads": 3, "architecture": "KimiLinearForCausalLM"}, 1, False),
+        ({"num_attention_heads": 3, "use_mla": False}, 1, False),
+    ],
+)
+def test_plain_attention_needs_heads_whose_keys_and_values_are_at_most_two_latents(
+    sizes: dict[str, Any], num_shards: int, is_faster: bool
+) -> None:
+    assert is_plain_faster(model(**sizes), num_shards) == is_faster  # 3 * 2 * 192 = 2 * 576
+
+
+on_x86 = pytest.mark.skipif(
     not current_platform.is_cpu() or current_platform.get_cpu_architecture() != CpuArchEnum.X86,
     reason="about x86 CPUs",
 )
+
+
+@on_x86
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_the_demo_model_uses_plain_attention(
+    monkeypatch: pytest.MonkeyPatch, has_amx: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr(os, "environ", {})
+    arguments = EngineArgs(model=str(DEMO))
+    choose_latent_attention(arguments)
+    assert os.environ == {"VLLM_MLA_DISABLE": "1"}
+    assert arguments.attention_backend is None
+
+
+@on_x86
 @pytest.mark.parametrize(
     ("has_amx", "given", "chosen"),
     [
@@ -59,15 +95,17 @@ def test_amx_does_not_fit_other_sizes_and_types(sizes: dict[str, Any]) -> None:
         (False, None, None),
     ],
 )
-def test_the_demo_model_does_not_use_amx_by_default(
+def test_the_demo_models_latent_attention_does_not_use_amx_by_default(
     monkeypatch: pytest.MonkeyPatch, has_amx: bool, given: Any, chosen: Any
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr(os, "environ", {"VLLM_MLA_DISABLE": "0"})
     drafter = {"method": "mtp", "num_speculative_tokens": 1}
     arguments = EngineArgs(
         model=str(DEMO), attention_backend=given, speculative_config=dict(drafter)
     )
     choose_latent_attention(arguments)
+    assert os.environ == {"VLLM_MLA_DISABLE": "0"}
     assert arguments.attention_backend == chosen
     of_drafter = {"attention_backend": "CPU_MLA"} if chosen == AttentionBackendEnum.CPU_MLA else {}
     assert arguments.speculative_config == drafter | of_drafter

@@ -1,0 +1,48 @@
+"""Compiled models on CPU: whether this machine can compile, and vLLM's cache of compiled models."""
+
+from __future__ import annotations
+
+import copy
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+from vllm.compilation import caching
+from vllm.config import VllmConfig
+
+
+def can_compile() -> bool:
+    """Whether this machine has what torch's compiler needs: a C++ compiler and Python's headers."""
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return Path(sysconfig.get_path("include"), "Python.h").exists()
+
+
+def use_saved_models() -> None:
+    """Repairs vLLM's loading of a compiled model that an earlier engine saved.
+
+    vLLM 0.32 saves the model that it compiled on CPU, but fails to load it and compiles it again.
+    It would also load a model that was saved on a CPU with other vector instructions. And it would
+    not load a model after a change of an option that only the draft sources read.
+    """
+    load, factors = torch.compiler.load_compiled_function, caching.aot_compile_hash_factors
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        function: Any = load(*args, **kwargs)
+        compiled = function._artifacts.compiled_fn
+        if not hasattr(compiled, "finalize_loading"):  # only those of vLLM's GPU backend have it
+            compiled.finalize_loading = lambda config: None
+        return function
+
+    def factors_of_model(config: VllmConfig) -> list[str]:
+        model_only = copy.copy(config)
+        model_only.additional_config = {}
+        return [*factors(model_only), torch.backends.cpu.get_cpu_capability()]
+
+    torch.compiler.load_compiled_function = loaded
+    caching.aot_compile_hash_factors = factors_of_model
