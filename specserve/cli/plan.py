@@ -117,7 +117,7 @@ def _print_memory(console: Console, config: AppConfig, gpu_bytes: float) -> None
     )
 
     try:
-        shard = shard_memory(config)
+        shard = shard_memory(config, on_cpu=not gpu_bytes)
         console.print(
             f"a shard: {in_words(shard.weights_bytes)} of weights, "
             f"{shard.kv_token_bytes:,} bytes of KV cache a token"

@@ -88,7 +88,7 @@ class DrafterMemory:
     kv_cache_bytes: int
 
 
-def shard_memory(config: AppConfig) -> ShardMemory:
+def shard_memory(config: AppConfig, *, on_cpu: bool = False) -> ShardMemory:
     """Estimates the memory of one shard of an application.
 
     Raises:
@@ -105,7 +105,8 @@ def shard_memory(config: AppConfig) -> ShardMemory:
     if changed or not can_tell:
         raise NoEstimateError(f"engine.vllm.{changed or 'quantization'} changes it")
     parameters = model_parameters(card)
-    values = kv_values_per_token(card, num_shards) * card["num_hidden_layers"]
+    layer_values = kv_values_per_token(card, num_shards, on_cpu=on_cpu)
+    values = layer_values * card["num_hidden_layers"]
     weights = 0
     for source in config.speculation:
         if not isinstance(source, DrafterConfig) or source.placement != "in_engine":
@@ -116,7 +117,7 @@ def shard_memory(config: AppConfig) -> ShardMemory:
             values += kv_values_per_token(draft, num_shards) * draft["num_hidden_layers"]
         else:
             parameters += mtp_parameters(card)
-            values += kv_values_per_token(card, num_shards)
+            values += layer_values
     weights += _weights_bytes(card, parameters, num_shards, value_bytes, quantization)
     return ShardMemory(weights, values * value_bytes)
 

@@ -6,6 +6,7 @@ a key.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -13,6 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 DEEPSEEK, LLAMA = "DeepseekV3ForCausalLM", "LlamaForCausalLM"
+
+NO_MLA = "VLLM_MLA_DISABLE"
+"""vLLM's environment variable for plain attention instead of latent attention (MLA)."""
+
+_WITH_PLAIN = ("deepseek_v2", "deepseek_v3")
+_MAX_PLAIN_CACHE = 2
+"""Size of the heads' keys and values, relative to the latent, up to which attention is plain."""
 
 Parameters: TypeAlias = NDArray[np.int64]
 """Numbers of parameters, int64 ``[5]``: routed experts, split among shards; linear layers, split
@@ -72,12 +80,41 @@ def mtp_parameters(config: Mapping[str, Any]) -> Parameters:
     return ends + _latent_attention(config) + _experts(config)
 
 
-def kv_values_per_token(config: Mapping[str, Any], num_shards: int) -> int:
+def kv_values_per_token(
+    config: Mapping[str, Any], num_shards: int, *, on_cpu: bool = False
+) -> int:
     """Values that one layer stores for a token in a shard's KV cache."""
-    if config["architectures"] == [DEEPSEEK]:  # all heads share the latent
-        return int(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    if config["architectures"] == [DEEPSEEK]:
+        if on_cpu and is_plain_on_cpu(config, num_shards):
+            return _plain_values(config, num_shards)
+        return _latent_values(config)
     heads, head_dim = _llama_heads(config)
     return 2 * max(1, heads // num_shards) * head_dim
+
+
+def is_plain_on_cpu(config: Mapping[str, Any], num_shards: int) -> bool:
+    """Whether a model with latent attention (MLA) uses plain attention on CPU.
+
+    MLA stores a latent for each token, which all heads share. It multiplies a head's query with
+    latents, which are longer than the head's keys. If a shard has few heads, their keys and values
+    need about as much memory, and plain attention over them is faster.
+
+    The user's :data:`NO_MLA` decides if it is set.
+    """
+    if chosen := os.environ.get(NO_MLA):
+        return chosen != "0"
+    if config.get("model_type") not in _WITH_PLAIN:
+        return False
+    return _plain_values(config, num_shards) <= _MAX_PLAIN_CACHE * _latent_values(config)
+
+
+def _latent_values(config: Mapping[str, Any]) -> int:
+    return int(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+
+
+def _plain_values(config: Mapping[str, Any], num_shards: int) -> int:
+    head_size = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]  # vLLM pads values to it
+    return int(2 * head_size * config["num_attention_heads"] // num_shards)
 
 
 def _llama_heads(config: Mapping[str, Any]) -> tuple[int, int]:

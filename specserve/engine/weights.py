@@ -16,6 +16,7 @@ from typing import Any
 from specserve.core.config import AppConfig, EngineConfig
 from specserve.core.errors import ConfigError
 from specserve.core.source_config import DrafterConfig, MtpConfig
+from specserve.engine.model_shapes import is_plain_on_cpu
 
 _LOAD_FORMATS = ("sharded_state", "runai_streamer_sharded")
 """vLLM's load formats for folders of split weights."""
@@ -109,7 +110,8 @@ def _check_cpu(engine: EngineConfig, card: dict[str, Any]) -> None:
     options = engine.vllm
     kind = options.get("kv_cache_dtype", "auto")
     is_latent = card.get("kv_lora_rank") and str(card.get("model_type")).startswith("deepseek")
-    if kind != "auto" and is_latent and os.environ.get("VLLM_MLA_DISABLE", "0") == "0":
+    is_plain = is_latent and is_plain_on_cpu(card, engine.tensor_parallel_size)
+    if kind != "auto" and is_latent and not is_plain:
         allowed = "auto: on CPU latent attention has no other KV cache"
         raise ConfigError("engine.vllm.kv_cache_dtype", kind, allowed)
     has_experts = any(isinstance(card.get(key), int) and card[key] for key in _COUNTS_OF_EXPERTS)

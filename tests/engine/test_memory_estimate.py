@@ -20,7 +20,7 @@ from specserve.engine.memory_estimate import (
     drafter_memory,
     shard_memory,
 )
-from specserve.engine.model_shapes import model_parameters, mtp_parameters
+from specserve.engine.model_shapes import is_plain_on_cpu, model_parameters, mtp_parameters
 from tests.model_cards import DEEPSEEK_R1, DEEPSEEK_R1_UNQUANTIZED, LLAMA_70B
 
 MODELS = Path(__file__).parents[2] / "configs/models"
@@ -64,6 +64,44 @@ def test_a_shard_of_llama_has_a_part_of_the_heads(tmp_path: Path) -> None:
     assert shard.kv_token_bytes == 80 * 2 * 2 * 128 * 2
     many = shard_memory(config(tmp_path, LLAMA_70B, tensor_parallel_size=16))
     assert many.kv_token_bytes == 80 * 2 * 1 * 128 * 2  # a shard has at least one head
+
+
+FEW_HEADS = DEEPSEEK_R1_UNQUANTIZED | {"num_attention_heads": 3}  # 3 * 2 * 192 = 2 * 576
+
+
+@pytest.mark.parametrize(
+    ("card", "num_shards", "is_plain"),
+    [
+        (FEW_HEADS, 1, True),
+        (FEW_HEADS | {"num_attention_heads": 4}, 1, False),
+        (FEW_HEADS | {"num_attention_heads": 4}, 2, True),
+        (FEW_HEADS | {"model_type": "kimi_linear"}, 1, False),
+        (LLAMA_70B, 1, False),
+    ],
+)
+def test_plain_attention_needs_keys_and_values_that_are_at_most_two_latents(
+    monkeypatch: pytest.MonkeyPatch, card: dict[str, Any], num_shards: int, is_plain: bool
+) -> None:
+    monkeypatch.delenv("VLLM_MLA_DISABLE", raising=False)
+    assert is_plain_on_cpu(card, num_shards) == is_plain
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_the_users_environment_decides_about_plain_attention(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("VLLM_MLA_DISABLE", value)
+    for card in (FEW_HEADS, DEEPSEEK_R1):
+        assert is_plain_on_cpu(card, 1) == (value == "1")
+
+
+def test_on_cpu_a_few_heads_cache_keys_and_padded_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_MLA_DISABLE", raising=False)
+    few = config(tmp_path, FEW_HEADS)
+    assert shard_memory(few, on_cpu=True).kv_token_bytes == 61 * 3 * 2 * 192 * 2
+    assert shard_memory(few).kv_token_bytes == 61 * 576 * 2
 
 
 @pytest.mark.parametrize("name", ["demo-base", "demo-draft"])

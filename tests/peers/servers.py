@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from specserve.core.config import AppConfig
@@ -18,6 +19,7 @@ from specserve.core.errors import ConfigError, SpecServeError
 from specserve.core.openmp import openmp_environment
 from specserve.core.source_config import source_sections
 from specserve.engine.methods import parse_method
+from specserve.engine.model_shapes import NO_MLA, is_plain_on_cpu
 from tests.integration.cluster import (
     HAPROXY,
     HOST,
@@ -122,8 +124,8 @@ def _vllm(config: AppConfig, speculation: dict[str, Any], *, on_our_kernels: boo
     environment |= openmp_environment(config.placement.num_cpus_per_shard)
     if not on_our_kernels:
         del environment["THP_MEM_ALLOC_ENABLE"]
-    elif _is_plain_faster(config.model.path):
-        environment["VLLM_MLA_DISABLE"] = "1"
+    elif is_plain_on_cpu(_card(config.model.path), config.engine.tensor_parallel_size):
+        environment[NO_MLA] = "1"
     # As in our shards. By default vLLM leaves one core of each NUMA node free.
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="ss") as folder:
@@ -174,20 +176,15 @@ def _vllm_options(config: AppConfig, speculation: dict[str, Any]) -> dict[str, A
     return options
 
 
-@cache
-def _is_plain_faster(model: str) -> bool:
-    """Whether our engine uses plain attention instead of latent attention, on one shard."""
-    # Imported here, because it takes seconds.
-    from vllm.engine.arg_utils import EngineArgs
-
-    from specserve.engine.cpu.backend import is_plain_faster
-
-    return is_plain_faster(EngineArgs(model=model).create_model_config(), num_shards=1)
+def _card(folder: str) -> dict[str, Any]:
+    card: dict[str, Any] = json.loads(Path(folder, "config.json").read_text())
+    return card
 
 
 @cache
 def _latent_attention(model: str, dtype: Any) -> str:
     """The backend of latent attention that a model needs here; empty: vLLM's own choice."""
+    # Imported here, because it takes seconds.
     from vllm.engine.arg_utils import EngineArgs
 
     from specserve.engine.cpu.backend import fits_amx, has_amx

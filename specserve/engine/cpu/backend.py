@@ -1,9 +1,5 @@
 """Chooses how a model with latent attention (MLA) attends on CPU.
 
-MLA stores a latent for each token, which all heads share, and multiplies each head's query with it.
-A model with few heads has latents about as large as the keys and values of its heads together. Then
-plain attention over these is faster, since a head's key is much smaller than a latent.
-
 On a CPU with AMX, vLLM 0.32 takes its AMX backend for every model with MLA. A model whose sizes or
 dtype the AMX kernels refuse then fails at the first prompt.
 """
@@ -18,14 +14,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from specserve.engine.model_shapes import NO_MLA, is_plain_on_cpu
+
 _AMX_HEAD_SIZE, _AMX_MULTIPLE = 576, 32
 
-
-_NO_MLA = "VLLM_MLA_DISABLE"
-"""The environment variable with which vLLM uses plain attention."""
-_WITH_PLAIN = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-_MAX_PLAIN_CACHE = 2
-"""Size of the heads' keys and values, relative to the latent, up to which attention is plain."""
 
 
 def choose_latent_attention(arguments: EngineArgs) -> None:
@@ -39,26 +31,12 @@ def choose_latent_attention(arguments: EngineArgs) -> None:
     if is_named or not current_platform.is_cpu():
         return
     model = arguments.create_model_config()
-    if _NO_MLA not in os.environ and is_plain_faster(model, arguments.tensor_parallel_size):
-        os.environ[_NO_MLA] = "1"
+    if is_plain_on_cpu(model.hf_text_config.to_dict(), arguments.tensor_parallel_size):
+        os.environ[NO_MLA] = "1"
     elif has_amx() and not fits_amx(model):
         arguments.attention_backend = AttentionBackendEnum.CPU_MLA
         if arguments.speculative_config is not None:
             arguments.speculative_config.setdefault("attention_backend", "CPU_MLA")
-
-
-def is_plain_faster(model: ModelConfig, num_shards: int) -> bool:
-    """Whether a shard's heads have keys and values not much larger than the latent.
-
-    False for models without latent attention, and for those that vLLM supports only with it.
-    """
-    text = model.hf_text_config
-    if not model.use_mla or model.architecture not in _WITH_PLAIN:
-        return False
-    # vLLM pads the values to the size of the keys.
-    head_size = text.qk_nope_head_dim + text.qk_rope_head_dim
-    of_heads = 2 * head_size * text.num_attention_heads // num_shards
-    return bool(of_heads <= _MAX_PLAIN_CACHE * (text.kv_lora_rank + text.qk_rope_head_dim))
 
 
 def has_amx() -> bool:

@@ -11,15 +11,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from specserve.engine.cpu.backend import choose_latent_attention, fits_amx, is_plain_faster
+from specserve.engine.cpu.backend import choose_latent_attention, fits_amx
 
 DEMO = Path(__file__).parents[3] / "configs/models/demo-base"
 
 
 def model(**sizes: Any) -> Any:
     deepseek: dict[str, Any] = {
-        "architecture": "DeepseekV3ForCausalLM",
-        "num_attention_heads": 128,
         "dtype": torch.bfloat16,
         "use_mla": True,
         "kv_lora_rank": 512,
@@ -48,23 +46,6 @@ def test_amx_fits_deepseek_and_models_without_latent_attention() -> None:
 )
 def test_amx_does_not_fit_other_sizes_and_types(sizes: dict[str, Any]) -> None:
     assert not fits_amx(model(**sizes))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "num_shards", "is_faster"),
-    [
-        ({}, 1, False),
-        ({"num_attention_heads": 3}, 1, True),
-        ({"num_attention_heads": 4}, 1, False),
-        ({"num_attention_heads": 4}, 2, True),
-        ({"num_attention_heads": 3, "architecture": "KimiLinearForCausalLM"}, 1, False),
-        ({"num_attention_heads": 3, "use_mla": False}, 1, False),
-    ],
-)
-def test_plain_attention_needs_heads_whose_keys_and_values_are_at_most_two_latents(
-    sizes: dict[str, Any], num_shards: int, is_faster: bool
-) -> None:
-    assert is_plain_faster(model(**sizes), num_shards) == is_faster  # 3 * 2 * 192 = 2 * 576
 
 
 on_x86 = pytest.mark.skipif(
