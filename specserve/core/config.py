@@ -100,7 +100,8 @@ class PlacementConfig(Section):
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
     """Ray's placement strategy for the tensor-parallel shards of one replica."""
     num_cpus_per_shard: int = Field(default=1, ge=1)
-    """CPUs that a shard reserves; on CPU also its number of threads."""
+    """CPUs that a shard reserves; on CPU also its number of threads. HTTP and drafters need a CPU
+    beside the threads."""
     shard_resources: Resources = Field(default_factory=dict)
     """Further Ray resources that each shard reserves, by name; amounts greater than 0."""
     timeout_s: float = Field(default=120.0, gt=0)

@@ -99,13 +99,16 @@ def is_plain_on_cpu(config: Mapping[str, Any], num_shards: int) -> bool:
     latents, which are longer than the head's keys. If a shard has few heads, their keys and values
     need about as much memory, and plain attention over them is faster.
 
-    The user's :data:`NO_MLA` decides if it is set.
+    The user's :data:`NO_MLA` decides if it is set. False if ``config`` lacks a size.
     """
     if chosen := os.environ.get(NO_MLA):
         return chosen != "0"
     if config.get("model_type") not in _WITH_PLAIN:
         return False
-    return _plain_values(config, num_shards) <= _MAX_PLAIN_CACHE * _latent_values(config)
+    try:
+        return _plain_values(config, num_shards) <= _MAX_PLAIN_CACHE * _latent_values(config)
+    except (LookupError, TypeError):
+        return False
 
 
 def _latent_values(config: Mapping[str, Any]) -> int:

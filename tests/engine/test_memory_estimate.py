@@ -76,6 +76,8 @@ FEW_HEADS = DEEPSEEK_R1_UNQUANTIZED | {"num_attention_heads": 3}  # 3 * 2 * 192 
         (FEW_HEADS | {"num_attention_heads": 4}, 1, False),
         (FEW_HEADS | {"num_attention_heads": 4}, 2, True),
         (FEW_HEADS | {"model_type": "kimi_linear"}, 1, False),
+        (FEW_HEADS | {"num_attention_heads": None}, 1, False),
+        ({"model_type": "deepseek_v3"}, 1, False),
         (LLAMA_70B, 1, False),
     ],
 )

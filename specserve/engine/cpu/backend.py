@@ -19,7 +19,6 @@ from specserve.engine.model_shapes import NO_MLA, is_plain_on_cpu
 _AMX_HEAD_SIZE, _AMX_MULTIPLE = 576, 32
 
 
-
 def choose_latent_attention(arguments: EngineArgs) -> None:
     """Chooses plain attention, or the backend ``CPU_MLA`` if vLLM's AMX backend does not fit.
 

@@ -107,16 +107,21 @@ def test_output_is_the_same_with_drafts_from_a_schema(
         assert accepting(got) == {"grammar"}
 
 
-def test_output_is_the_same_with_latent_attention_experts_and_drafter_processes(
-    config: AppConfig, jobs: list[Job]
+@pytest.mark.parametrize("is_latent", [False, True], ids=["compiled", "latent"])
+def test_output_is_the_same_with_experts_and_drafter_processes(
+    config: AppConfig, jobs: list[Job], monkeypatch: pytest.MonkeyPatch, is_latent: bool
 ) -> None:
+    monkeypatch.setenv("VLLM_MLA_DISABLE", f"{int(not is_latent)}")
     model = config.model.model_copy(update={"path": str(model_path("demo-base"))})
     draft_model = DraftModelConfig(
         kind="draft_model", model=str(model_path("demo-draft")), dynamic=False
     )
     mtp = MtpConfig(kind="mtp", max_draft_len=3, dynamic=False)
     speculation = (*config.speculation, mtp, draft_model)
-    base = config.model_copy(update={"model": model, "speculation": speculation})
+    options = config.engine.model_copy(update={"enforce_eager": is_latent})
+    base = config.model_copy(
+        update={"model": model, "speculation": speculation, "engine": options}
+    )
     with running_engine(base, "none") as engine:
         expected = engine.run(jobs, 4)
     with running_engine(base, "all") as engine:
