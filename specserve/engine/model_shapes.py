@@ -80,9 +80,7 @@ def mtp_parameters(config: Mapping[str, Any]) -> Parameters:
     return ends + _latent_attention(config) + _experts(config)
 
 
-def kv_values_per_token(
-    config: Mapping[str, Any], num_shards: int, *, on_cpu: bool = False
-) -> int:
+def kv_values_per_token(config: Mapping[str, Any], num_shards: int, *, on_cpu: bool = False) -> int:
     """Values that one layer stores for a token in a shard's KV cache."""
     if config["architectures"] == [DEEPSEEK]:
         if on_cpu and is_plain_on_cpu(config, num_shards):

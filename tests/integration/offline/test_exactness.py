@@ -119,9 +119,7 @@ def test_output_is_the_same_with_experts_and_drafter_processes(
     mtp = MtpConfig(kind="mtp", max_draft_len=3, dynamic=False)
     speculation = (*config.speculation, mtp, draft_model)
     options = config.engine.model_copy(update={"enforce_eager": is_latent})
-    base = config.model_copy(
-        update={"model": model, "speculation": speculation, "engine": options}
-    )
+    base = config.model_copy(update={"model": model, "speculation": speculation, "engine": options})
     with running_engine(base, "none") as engine:
         expected = engine.run(jobs, 4)
     with running_engine(base, "all") as engine:
