@@ -22,7 +22,7 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, reason_of
 from specserve.core.source_config import DraftModelConfig
 from specserve.engine.chat_template import read_chat_template
-from specserve.engine.cpu.compilation import can_compile
+from specserve.engine.cpu.compilation import missing_for_compilation
 from specserve.engine.cuda_graphs import set_graph_sizes
 from specserve.engine.executor import CpuRayExecutor, InProcessExecutor, RayExecutor
 from specserve.engine.refused_options import ELSEWHERE, check_option
@@ -81,14 +81,15 @@ def _vllm_options(config: AppConfig) -> dict[str, Any]:
 
 @cache
 def _can_compile_model() -> bool:
-    """Whether vLLM can compile the model; on CPU it needs a C++ compiler."""
-    if not current_platform.is_cpu() or can_compile():
-        return True
-    logger.warning(
-        "no C++ compiler and Python headers here (packages g++ and python3-dev): the model runs "
-        "without compilation, which takes up to twice as long"
-    )
-    return False
+    """Whether vLLM can compile the model here. Logs the reason if not."""
+    missing = missing_for_compilation() if current_platform.is_cpu() else ""
+    if missing:
+        logger.warning(
+            "the model is not compiled, so that a step takes up to twice as long: this machine "
+            "lacks %s",
+            missing,
+        )
+    return not missing
 
 
 def _default(option: dataclasses.Field[Any]) -> Any:

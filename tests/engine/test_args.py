@@ -196,16 +196,13 @@ def test_an_in_engine_source_is_vllms_own_method_without_our_hook(
     assert not arguments.additional_config
 
 
-def test_a_model_is_not_compiled_on_cpu_without_a_compiler(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("missing", ["", "a compiler"])
+def test_on_cpu_a_model_is_compiled_if_nothing_is_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str
 ) -> None:
-    monkeypatch.setattr(args, "can_compile", lambda: False)
+    monkeypatch.setattr(args, "missing_for_compilation", lambda: missing)
     args._can_compile_model.cache_clear()
-    on_cpu = current_platform.is_cpu()
-    assert served_engine_args(config()).enforce_eager == on_cpu
-    assert ("no C++ compiler" in caplog.text) == on_cpu
-    args._can_compile_model.cache_clear()
-    monkeypatch.undo()
-    monkeypatch.setattr(args, "can_compile", lambda: True)
-    assert not served_engine_args(config()).enforce_eager
+    is_eager = bool(missing) and current_platform.is_cpu()
+    assert served_engine_args(config()).enforce_eager == is_eager
+    assert ("lacks a compiler" in caplog.text) == is_eager
     args._can_compile_model.cache_clear()

@@ -1,26 +1,35 @@
-"""Compiled models on CPU: whether this machine can compile, and vLLM's cache of compiled models."""
+"""Compiled models on CPU: what a machine needs to compile, and vLLM's cache of compiled models."""
 
 from __future__ import annotations
 
 import copy
+import os
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
+from vllm import envs
 from vllm.compilation import caching
 from vllm.config import VllmConfig
 
 
-def can_compile() -> bool:
-    """Whether this machine has what torch's compiler needs: a C++ compiler and Python's headers."""
+def missing_for_compilation() -> str:
+    """What torch's compiler needs and this machine lacks; empty: nothing."""
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        return False
-    return Path(sysconfig.get_path("include"), "Python.h").exists()
+        return "a C++ compiler (Debian: g++)"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        return f"{header} (Debian: python3-dev)"
+    folder = Path(envs.VLLM_CACHE_ROOT)
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return "" if os.access(folder, os.W_OK) else f"write access to {folder} (VLLM_CACHE_ROOT)"
 
 
 def use_saved_models() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,9 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 
 from specserve.engine.cpu import compilation
-from specserve.engine.cpu.compilation import can_compile, use_saved_models
+from specserve.engine.cpu.compilation import missing_for_compilation, use_saved_models
 
-needs_compiler = pytest.mark.skipif(not can_compile(), reason="compiles a model")
+needs_compiler = pytest.mark.skipif(missing_for_compilation() != "", reason="compiles a model")
 
 
 @support_torch_compile(dynamic_arg_dims={"x": 0})
@@ -74,17 +75,23 @@ def test_vllm_itself_does_not_load_it() -> None:
     assert [num_loaded(), num_loaded()] == [0, 0]
 
 
-def test_a_model_is_compiled_with_a_compiler_and_pythons_headers_only(
+def test_a_compiler_needs_pythons_headers_and_a_folder_that_it_can_write(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(cache))
     monkeypatch.setattr(compilation, "get_cpp_compiler", lambda: "g++")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    assert not can_compile()
+    assert missing_for_compilation() == f"{tmp_path}/Python.h (Debian: python3-dev)"
     (tmp_path / "Python.h").touch()
-    assert can_compile()
+    cache.touch()  # a file, so that the folder cannot be made
+    monkeypatch.setattr(os, "access", lambda path, mode: path.is_dir())
+    assert missing_for_compilation() == f"write access to {cache} (VLLM_CACHE_ROOT)"
+    cache.unlink()
+    assert missing_for_compilation() == ""
 
-    def missing() -> str:
+    def no_compiler() -> str:
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr(compilation, "get_cpp_compiler", missing)
-    assert not can_compile()
+    monkeypatch.setattr(compilation, "get_cpp_compiler", no_compiler)
+    assert missing_for_compilation() == "a C++ compiler (Debian: g++)"
