@@ -21,6 +21,7 @@ from specserve.engine.model_shapes import (
     kv_values_per_token,
     model_parameters,
     mtp_parameters,
+    names_backend,
     shard_bytes,
 )
 
@@ -105,7 +106,8 @@ def shard_memory(config: AppConfig, *, on_cpu: bool = False) -> ShardMemory:
     if changed or not can_tell:
         raise NoEstimateError(f"engine.vllm.{changed or 'quantization'} changes it")
     parameters = model_parameters(card)
-    layer_values = kv_values_per_token(card, num_shards, on_cpu=on_cpu)
+    may_be_plain = on_cpu and not names_backend(options)
+    layer_values = kv_values_per_token(card, num_shards, on_cpu=may_be_plain)
     values = layer_values * card["num_hidden_layers"]
     weights = 0
     for source in config.speculation:

@@ -19,6 +19,8 @@ NO_MLA = "VLLM_MLA_DISABLE"
 """vLLM's environment variable for plain attention instead of latent attention (MLA)."""
 
 _WITH_PLAIN = ("deepseek_v2", "deepseek_v3")
+_PLAIN_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Those of vLLM's kernel on CPU."""
 _MAX_PLAIN_CACHE = 2
 """Size of the heads' keys and values, relative to the latent, up to which attention is plain."""
 
@@ -104,9 +106,17 @@ def is_plain_on_cpu(config: Mapping[str, Any], num_shards: int) -> bool:
     if config.get("model_type") not in _WITH_PLAIN:
         return False
     try:
-        return _plain_values(config, num_shards) <= _MAX_PLAIN_CACHE * _latent_values(config)
+        is_small = _plain_values(config, num_shards) <= _MAX_PLAIN_CACHE * _latent_values(config)
+        return is_small and _plain_head_size(config) in _PLAIN_HEAD_SIZES
     except (LookupError, TypeError):
         return False
+
+
+def names_backend(options: Mapping[str, Any]) -> bool:
+    """Whether ``engine.vllm`` names an attention backend, so that attention stays latent."""
+    section = options.get("attention_config")
+    named = section.get("backend") if isinstance(section, Mapping) else None
+    return bool(options.get("attention_backend") or named)
 
 
 def _latent_values(config: Mapping[str, Any]) -> int:
@@ -114,8 +124,12 @@ def _latent_values(config: Mapping[str, Any]) -> int:
 
 
 def _plain_values(config: Mapping[str, Any], num_shards: int) -> int:
-    head_size = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]  # vLLM pads values to it
-    return int(2 * head_size * config["num_attention_heads"] // num_shards)
+    return int(2 * _plain_head_size(config) * config["num_attention_heads"] // num_shards)
+
+
+def _plain_head_size(config: Mapping[str, Any]) -> int:
+    """Size of a head's key, to which vLLM pads the value."""
+    return int(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
 
 
 def _llama_heads(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from typing import Any
 from specserve.core.config import AppConfig, EngineConfig
 from specserve.core.errors import ConfigError
 from specserve.core.source_config import DrafterConfig, MtpConfig
-from specserve.engine.model_shapes import is_plain_on_cpu
+from specserve.engine.model_shapes import is_plain_on_cpu, names_backend
 
 _LOAD_FORMATS = ("sharded_state", "runai_streamer_sharded")
 """vLLM's load formats for folders of split weights."""
@@ -110,7 +110,7 @@ def _check_cpu(engine: EngineConfig, card: dict[str, Any]) -> None:
     options = engine.vllm
     kind = options.get("kv_cache_dtype", "auto")
     is_latent = card.get("kv_lora_rank") and str(card.get("model_type")).startswith("deepseek")
-    is_plain = is_latent and is_plain_on_cpu(card, engine.tensor_parallel_size)
+    is_plain = not names_backend(options) and is_plain_on_cpu(card, engine.tensor_parallel_size)
     if kind != "auto" and is_latent and not is_plain:
         allowed = "auto: on CPU latent attention has no other KV cache"
         raise ConfigError("engine.vllm.kv_cache_dtype", kind, allowed)

@@ -75,6 +75,7 @@ FEW_HEADS = DEEPSEEK_R1_UNQUANTIZED | {"num_attention_heads": 3}  # 3 * 2 * 192 
         (FEW_HEADS, 1, True),
         (FEW_HEADS | {"num_attention_heads": 4}, 1, False),
         (FEW_HEADS | {"num_attention_heads": 4}, 2, True),
+        (FEW_HEADS | {"qk_nope_head_dim": 127}, 1, False),  # no kernel for heads of 191
         (FEW_HEADS | {"model_type": "kimi_linear"}, 1, False),
         (FEW_HEADS | {"num_attention_heads": None}, 1, False),
         ({"model_type": "deepseek_v3"}, 1, False),
@@ -104,6 +105,8 @@ def test_on_cpu_a_few_heads_cache_keys_and_padded_values(
     few = config(tmp_path, FEW_HEADS)
     assert shard_memory(few, on_cpu=True).kv_token_bytes == 61 * 3 * 2 * 192 * 2
     assert shard_memory(few).kv_token_bytes == 61 * 576 * 2
+    named = config(tmp_path, FEW_HEADS, vllm={"attention_backend": "CPU_MLA"})
+    assert shard_memory(named, on_cpu=True).kv_token_bytes == 61 * 576 * 2
 
 
 @pytest.mark.parametrize("name", ["demo-base", "demo-draft"])

@@ -161,6 +161,21 @@ def test_latent_attention_on_cpu_refuses_a_quantized_kv_cache(tmp_path: Path, ki
         check_weights(config, str(tmp_path), on_cpu=True)
 
 
+@pytest.mark.parametrize(
+    "options", [{"attention_backend": "CPU_MLA"}, {"attention_config": {"backend": "CPU_MLA"}}]
+)
+def test_plain_attention_on_cpu_has_quantized_kv_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
+) -> None:
+    monkeypatch.delenv("VLLM_MLA_DISABLE", raising=False)
+    few_heads = DEEPSEEK_R1_UNQUANTIZED | {"num_attention_heads": 6}  # of two shards
+    (tmp_path / "config.json").write_text(json.dumps(few_heads))
+    check_weights(application(tmp_path, {"kv_cache_dtype": "fp8"}), str(tmp_path), on_cpu=True)
+    latent = application(tmp_path, {"kv_cache_dtype": "fp8", **options})
+    with pytest.raises(ConfigError, match=r"^engine.vllm.kv_cache_dtype"):
+        check_weights(latent, str(tmp_path), on_cpu=True)
+
+
 def test_adapters_beside_experts_need_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_R1_UNQUANTIZED))
     config = application(tmp_path, {"enable_lora": True})

@@ -16,12 +16,14 @@ from vllm import envs
 from vllm.compilation import caching
 from vllm.config import VllmConfig
 
+from specserve.engine.cpu import linear
+
 
 def missing_for_compilation() -> str:
     """What torch's compiler needs and this machine lacks; empty: nothing."""
     try:
         get_cpp_compiler()
-    except InvalidCxxCompiler:
+    except (InvalidCxxCompiler, OSError):
         return "a C++ compiler (Debian: g++)"
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.exists():
@@ -33,25 +35,32 @@ def missing_for_compilation() -> str:
 
 
 def use_saved_models() -> None:
-    """Repairs vLLM's loading of a compiled model that an earlier engine saved.
+    """Repairs, in this process, vLLM's loading of a compiled model that an earlier engine saved.
 
     vLLM 0.32 saves the model that it compiled on CPU, but fails to load it and compiles it again.
-    It would also load a model that was saved on a CPU with other vector instructions. And it would
-    not load a model after a change of an option that only the draft sources read.
+    It would also load a model for a CPU with other instructions, or with other linear layers in
+    float32. And it would not load a model after a change of an option that only we read.
     """
-    load, factors = torch.compiler.load_compiled_function, caching.aot_compile_hash_factors
+    torch.compiler.load_compiled_function = _loaded
+    caching.aot_compile_hash_factors = _factors_of_model
 
-    def loaded(*args: Any, **kwargs: Any) -> Any:
-        function: Any = load(*args, **kwargs)
-        compiled = function._artifacts.compiled_fn
-        if not hasattr(compiled, "finalize_loading"):  # only those of vLLM's GPU backend have it
-            compiled.finalize_loading = lambda config: None
-        return function
 
-    def factors_of_model(config: VllmConfig) -> list[str]:
-        model_only = copy.copy(config)
-        model_only.additional_config = {}
-        return [*factors(model_only), torch.backends.cpu.get_cpu_capability()]
+_load, _factors = torch.compiler.load_compiled_function, caching.aot_compile_hash_factors
 
-    torch.compiler.load_compiled_function = loaded
-    caching.aot_compile_hash_factors = factors_of_model
+
+def _loaded(*args: Any, **kwargs: Any) -> Any:
+    function: Any = _load(*args, **kwargs)
+    compiled = function._artifacts.compiled_fn
+    if not hasattr(compiled, "finalize_loading"):  # only those of vLLM's GPU backend have it
+        compiled.finalize_loading = lambda config: None
+    return function
+
+
+def _factors_of_model(config: VllmConfig) -> list[str]:
+    """What a saved model depends on. Linear layers are known, since they have been loaded."""
+    model_only, additional = copy.copy(config), config.additional_config
+    if isinstance(additional, dict):
+        others = {key: value for key, value in additional.items() if "specserve" not in key}
+        model_only.additional_config = others
+    capabilities = sorted(torch.cpu.get_capabilities().items())
+    return [*_factors(model_only), str(capabilities), str(sorted(linear.in_float32.items()))]

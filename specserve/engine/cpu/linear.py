@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _dispatch = utils.dispatch_cpu_unquantized_gemm
 
+in_float32: dict[tuple[int, ...], bool] = {}
+"""Whether layers compute in float32 in this process, by the shape of their weights."""
+
 _ROWS = (8, 128)
 """Tokens of a decode step and of a prefill step."""
 _MAX_WEIGHTS = 1 << 22
@@ -71,11 +74,11 @@ def is_float32_faster(
     ratio = 1.0
     for num_rows in _ROWS:
         x = torch.ones(num_rows, num_inputs, dtype=torch.bfloat16)
-        in_float32, in_bfloat16 = _seconds(
+        float32_s, bfloat16_s = _seconds(
             partial(_linear, weight, x, weight, None),
             partial(layer.cpu_linear, x, layer.weight, None),
         )
-        ratio *= in_float32 / in_bfloat16
+        ratio *= float32_s / bfloat16_s
     logger.info("Linear %d to %d: float32/bfloat16 time %.2f", num_inputs, num_outputs, ratio**0.5)
     return bool(ratio**0.5 < _MAX_TIME_RATIO)
 
@@ -107,7 +110,10 @@ def _dispatch_fastest(layer: Any, remove_weight: bool) -> None:
     """Replaces vLLM's `dispatch_cpu_unquantized_gemm`: chooses how a layer computes."""
     is_lookup = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
     may_change = not is_lookup and _is_bfloat16_matrix(layer.weight)
-    if not (may_change and is_float32_faster(*layer.weight.shape, _dispatch)):
+    is_faster = may_change and is_float32_faster(*layer.weight.shape, _dispatch)
+    if may_change:
+        in_float32[tuple(layer.weight.shape)] = is_faster
+    if not is_faster:
         _dispatch(layer, remove_weight)
         return
     _compute_in_float32(layer, layer.weight)
@@ -127,5 +133,5 @@ def _linear(
     weight: torch.Tensor, x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Linear layer in float32: ``x`` [..., in], ``weight`` [out, in]; the dtype of ``x``."""
-    in_float32 = None if bias is None else bias.float()
-    return torch.nn.functional.linear(x.float(), weight, in_float32).to(x.dtype)
+    float32_bias = None if bias is None else bias.float()
+    return torch.nn.functional.linear(x.float(), weight, float32_bias).to(x.dtype)

@@ -13,7 +13,7 @@ from vllm.compilation.counter import compilation_counter
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 
-from specserve.engine.cpu import compilation
+from specserve.engine.cpu import compilation, linear
 from specserve.engine.cpu.compilation import missing_for_compilation, use_saved_models
 
 needs_compiler = pytest.mark.skipif(missing_for_compilation() != "", reason="compiles a model")
@@ -33,13 +33,10 @@ def _saved_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """Compiled models are saved in a new folder, and all replaced functions come back."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setattr(torch.compiler, "load_compiled_function", _LOAD)
-    monkeypatch.setattr(caching, "aot_compile_hash_factors", _FACTORS)
+    monkeypatch.setattr(torch.compiler, "load_compiled_function", compilation._load)
+    monkeypatch.setattr(caching, "aot_compile_hash_factors", compilation._factors)
     yield
     torch.compiler.reset()
-
-
-_LOAD, _FACTORS = torch.compiler.load_compiled_function, caching.aot_compile_hash_factors
 
 
 def num_loaded(**additional: str) -> int:
@@ -63,10 +60,16 @@ def num_loaded(**additional: str) -> int:
 @pytest.mark.usefixtures("_saved_in")
 def test_the_next_engine_loads_the_saved_model(monkeypatch: pytest.MonkeyPatch) -> None:
     use_saved_models()
-    assert num_loaded(sources="ngram") == 0
-    assert num_loaded(sources="trie") == 1
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER")
-    assert num_loaded(sources="ngram") == 0
+    assert num_loaded(specserve="ngram") == 0
+    assert num_loaded(specserve="trie") == 1
+    assert num_loaded(of_vllm="an option") == 0
+    with monkeypatch.context() as patch:
+        patch.setitem(linear.in_float32, (64, 32), True)
+        assert num_loaded() == 0
+        patch.setitem(linear.in_float32, (64, 32), False)
+        assert num_loaded() == 0
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": "other"})
+    assert num_loaded() == 0
 
 
 @needs_compiler
