@@ -28,7 +28,7 @@ def contenders(config: AppConfig, source: str, target: Path) -> list[Contender]:
 @pytest.mark.parametrize("source", ["mtp", "draft_model"])
 def test_drafts_agree_with_those_of_vllm(config: AppConfig, source: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(model_path("demo-base")))
-    prompts = load_prompts("code", tokenizer, num_prompts=12, seed=0)
+    prompts = load_prompts("code", tokenizer, num_prompts=24, seed=0)
     jobs = {"code": [Job(prompt.token_ids, Sampling(max_tokens=48)) for prompt in prompts]}
     _, ours, theirs, _ = contenders(config, source, tmp_path / "target")
     both, *_ = measure(ours, theirs, jobs, NUM_TOKENS)
