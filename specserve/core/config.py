@@ -83,8 +83,8 @@ class EngineConfig(Section):
     kv_cache_memory_bytes: int = Field(default=0, ge=0)
     """Bytes of KV cache per shard; 0: from ``gpu_memory_utilization`` (1 GiB on CPU)."""
     enforce_eager: bool = False
-    """Run the model without compilation and CUDA graphs. A CPU machine without a C++ compiler and
-    Python's headers always does."""
+    """Run the model without compilation and CUDA graphs. A CPU machine without a C++ compiler,
+    Python's headers or a writable ``VLLM_CACHE_ROOT`` always does."""
     seed: int = Field(default=0, ge=0)
     """Seed of the engine's random numbers."""
     vllm: dict[str, Any] = Field(default_factory=dict)
