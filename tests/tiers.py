@@ -89,6 +89,10 @@ LONG = {
     "integration/test_ends.py::test_haproxy_ends_with_its_actor_and_restarts_with_the_next": (
         "tests/serve/test_haproxy.py has the kernel end HAProxy with its parent."
     ),
+    "integration/test_demo.py": (
+        "A cluster of its own and two starts of the demo. `make test` has each of its sources, and"
+        " compiled models in tests/integration/offline/test_exactness.py."
+    ),
     "integration/test_toy_source.py": (
         "A source that only the test knows, in a cluster of its own. `make test` has the page"
         " name every source's labels, and the chain any source's drafts."

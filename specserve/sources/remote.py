@@ -312,18 +312,20 @@ class DrafterClient:
         return number
 
     def _wait_for(self, number: int) -> DraftAnswer | None:
-        """The answer to a request; None: refused, or none came within ``timeout_s``."""
+        """The answer to a request; None: refused, useless, or none came within ``timeout_s``."""
         for sent, reply in self._link.replies(time.monotonic() + self._config.timeout_s):
-            if self._apply(sent, reply) and reply.number == number:
-                if isinstance(reply, DraftAnswer):
-                    self._has_failed = False
-                    self._monitor.reset()
-                    return reply
-                if reply.reason == "failed":
-                    if self._has_failed:
-                        self._monitor.trip("its model fails; its log says why")
-                    self._has_failed = True
-                return None
+            fits = self._apply(sent, reply)
+            if reply.number != number:
+                continue
+            if fits and isinstance(reply, DraftAnswer):
+                self._has_failed = False
+                self._monitor.reset()
+                return reply
+            if isinstance(reply, DraftAnswer) or reply.reason == "failed":
+                if self._has_failed:
+                    self._monitor.trip("its model fails or its answers are wrong; see its log")
+                self._has_failed = True
+            return None
         self._metrics.count_timeout(self._kind)
         self._monitor.trip(f"no answer within timeout_s ({self._config.timeout_s:g} s)")
         return None
