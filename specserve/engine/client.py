@@ -23,6 +23,11 @@ CLIENT_ERRORS = (ValueError, TypeError, OverflowError, RecursionError)
 """Exceptions that a wrong request can raise where vLLM has no error class of its own."""
 
 
+MIN_PENALTY, MAX_PENALTY = 1e-30, 1e30
+"""Bounds of ``repetition_penalty``. vLLM divides or multiplies float32 logits by it. Beyond the
+bounds they become infinite or NaN, and if a grammar forbids the other tokens, vLLM answers 500."""
+
+
 class ServedLLM(AsyncLLM):
     """vLLM's engine client with draft counts in answers and errors for wrong requests."""
 
@@ -56,6 +61,12 @@ class ServedLLM(AsyncLLM):
         Raises:
             VLLMValidationError: the request cannot be processed.
         """
+        penalty = getattr(params, "repetition_penalty", 1.0)
+        if not MIN_PENALTY <= penalty <= MAX_PENALTY:
+            message = (
+                f"repetition_penalty must be in [{MIN_PENALTY}, {MAX_PENALTY}], got {penalty}."
+            )
+            raise VLLMValidationError(message, parameter="repetition_penalty", value=penalty)
         try:
             return await super().add_request(request_id, prompt, params, **options)
         except CLIENT_ERRORS as error:

@@ -88,6 +88,17 @@ def test_a_request_that_cannot_be_encoded_is_a_client_error(
     assert client.output_processor.get_num_unfinished_requests() == 0
 
 
+@pytest.mark.parametrize("penalty", [5e-324, 1e-31, 1e31, 1.7976931348623157e308])
+def test_a_penalty_that_makes_logits_infinite_is_a_client_error(
+    client: Client, penalty: float
+) -> None:
+    params = SamplingParams(repetition_penalty=penalty)
+    with pytest.raises(VLLMValidationError, match=r"in \[1e-30, 1e\+30\], got ") as error:
+        asyncio.run(asyncio.wait_for(client.first_output(params), 10))
+    assert str(penalty) in str(error.value)
+    assert client.output_processor.get_num_unfinished_requests() == 0
+
+
 def test_a_client_that_leaves_during_the_send_leaves_no_request(client: Client) -> None:
     async def leave() -> None:
         client.is_busy = True
