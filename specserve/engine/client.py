@@ -22,7 +22,6 @@ from specserve.sources.controls import wants_report
 CLIENT_ERRORS = (ValueError, TypeError, OverflowError, RecursionError)
 """Exceptions that a wrong request can raise where vLLM has no error class of its own."""
 
-
 MIN_PENALTY, MAX_PENALTY = 1e-30, 1e30
 """Bounds of ``repetition_penalty``. vLLM divides or multiplies float32 logits by it. Beyond the
 bounds they become infinite or NaN, and if a grammar forbids the other tokens, vLLM answers 500."""

@@ -141,6 +141,10 @@ class Cluster:
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
         }
 
+    def use_compiler(self) -> None:
+        """Lets engines compile their models, as for a user. Call it before :meth:`start`."""
+        del self.environment["CXX"]
+
     def use_dashboard(self) -> None:
         """Enables Ray's dashboard, which lists nodes for Prometheus. Call before :meth:`start`."""
         self._has_dashboard = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +33,7 @@ def cluster(stage: Stage) -> Iterator[Cluster]:
     stage.end()
     cluster = Cluster([2])
     cluster.use_haproxy()
-    cluster.environment["CXX"] = os.environ.get("CXX", "g++")
+    cluster.use_compiler()
     cluster.environment["VLLM_CACHE_ROOT"] = str(cluster.folder / "vllm")
     try:
         cluster.start()

@@ -101,7 +101,7 @@ def serve(name: str, config: AppConfig) -> Iterator[str]:
 def _specserve(config: AppConfig) -> Iterator[str]:
     """``serve run`` on a new cluster, as ``make serve`` starts it."""
     cluster = Cluster([os.cpu_count() or 1])
-    cluster.environment.pop("CXX", None)  # of the tests, which have no compiler
+    cluster.use_compiler()
     if HAPROXY.exists():
         cluster.use_haproxy()
     try:
