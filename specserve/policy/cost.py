@@ -178,14 +178,16 @@ def _reset(line, prior, deviation, drift):  # type: ignore[no-untyped-def]
 
 @inner
 def _new_size(lines, size, num_requests, num_draft_tokens, seconds):  # type: ignore[no-untyped-def]
-    """Starts a size class: scales the nearest class's costs to this first measured step."""
+    """Starts a size class with the first measured step, and with the nearest class's draft costs.
+
+    These do not grow with the batch: a high estimate would prevent the drafts that correct it.
+    """
     plain, base, slope = costs_of(lines, num_requests)
-    first, slope = (base - plain) / plain, slope / plain
-    scale = seconds
-    if num_draft_tokens:
-        scale /= 1.0 + first + slope * num_draft_tokens
-    slope_deviation = max(slope, _ASSUMED_SLOPE) * scale
-    prior = (scale, first * scale, slope * scale)
+    scale = seconds * plain / (base + slope * num_draft_tokens) if num_draft_tokens else seconds
+    shrinkage = min(scale / plain, 1.0)
+    first, slope = shrinkage * (base - plain), shrinkage * slope
+    slope_deviation = max(slope, _ASSUMED_SLOPE * scale)
+    prior = (scale, first, slope)
     deviation = (0.5 * scale, 0.2 * scale, slope_deviation)
     drift = (_MIN_DRIFT[0] * scale, _MIN_DRIFT[1] * scale, 0.02 * slope_deviation)
     _reset(lines[size], prior, deviation, drift)

@@ -20,7 +20,7 @@ _MAX_SAVED_STEPS, _SPENDABLE_STEPS = 4.0, 2.0
 """Upper bound of the exploration budget, and the budget that pays for any price; in plain steps."""
 
 _SIGMAS = 3.0
-"""Exploration must lose less time than this many standard deviations of the drafts' step cost."""
+"""Drafts' step cost is uncertain if exploration loses less than so many standard deviations."""
 
 MAX_OUTPUT, MIN_OUTPUT, NUM_SENT, SENT_LABEL, LIMITS = range(5)
 """Columns of ``Workspace.requests``: most output tokens; output tokens before a stop token may end
@@ -195,7 +195,8 @@ def _explore(work, lines, n, costs, planned, found):  # type: ignore[no-untyped-
     """Makes a step with drafts plain, or sends short drafts, to measure what drafts cost.
 
     The plan depends on what drafts add to a step's cost. This is measured while it is uncertain,
-    compared with the time that the measurement is expected to lose.
+    compared with the time that the measurement is expected to lose. Short drafts are also sent
+    whenever the budget has been saved, because a stalled step may have left a cost too high.
     """
     plain, base, slope = costs
     num_tokens, _, gain = planned
@@ -205,7 +206,9 @@ def _explore(work, lines, n, costs, planned, found):  # type: ignore[no-untyped-
     else:
         num_tokens, expected = probe(work.survival, work.lengths, n, found)
         loss_s = base + slope * num_tokens - plain * (1.0 + expected / max(n, 1))
-    is_worth = num_tokens > 0 and loss_s < _SIGMAS * cost_deviation(lines, n, num_tokens)
+    is_saved = not is_plain and work.credit_s[0] >= _SPENDABLE_STEPS * plain
+    is_uncertain = loss_s < _SIGMAS * cost_deviation(lines, n, num_tokens)
+    is_worth = num_tokens > 0 and (is_uncertain or is_saved)
     if (is_worth and spend(work.credit_s, loss_s, plain)) == is_plain:
         found.source[:n], found.lengths[:n] = -1, 0
 

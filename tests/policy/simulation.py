@@ -121,6 +121,18 @@ class FixedLength(Policy):
         return np.minimum(self.source.propose(batch, limits).lengths, self._length)
 
 
+def stall_once(chain: Chain, factor: float) -> None:
+    """Lets the next step with drafts seem so many times as long."""
+    observe = chain.cost.observe
+
+    def stalled(num_requests: int, num_draft_tokens: int, seconds: float) -> None:
+        if num_draft_tokens:
+            chain.cost.observe, seconds = observe, factor * seconds  # type: ignore[method-assign]
+        observe(num_requests, num_draft_tokens, seconds)
+
+    chain.cost.observe = stalled  # type: ignore[method-assign]
+
+
 def speedup(workload: Workload, policy: Policy) -> float:
     """Output tokens per second, divided by those without speculation."""
     clock = random.Random(workload.seed + 1)

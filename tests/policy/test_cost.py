@@ -126,17 +126,19 @@ def test_a_measured_batch_size_is_remembered_while_others_run() -> None:
         assert at(learned, num_requests)[0] == pytest.approx(expected)
 
 
-def test_an_unmeasured_batch_size_uses_its_neighbours_ratios() -> None:
+@pytest.mark.parametrize(("size", "plain_s", "slope"), [(16, 0.03, 0.001), (1, 0.003, 0.0003)])
+def test_a_draft_token_costs_no_more_in_an_unmeasured_batch_size(
+    size: int, plain_s: float, slope: float
+) -> None:
     learned, rng = StepCost(), random.Random(0)
     for step in range(300):
         num_draft_tokens = rng.randint(1, 8) if step % 2 else 0
-        learned.observe(1, num_draft_tokens, 0.01 + 0.001 * num_draft_tokens)
-    assert is_calibrated(learned.lines, 2)
-    assert not is_calibrated(learned.lines, 16)
+        learned.observe(4, num_draft_tokens, 0.01 + 0.001 * num_draft_tokens)
+    assert not is_calibrated(learned.lines, size)
     for _ in range(CALIBRATION_STEPS):
-        learned.observe(16, 0, 0.03)
-    assert is_calibrated(learned.lines, 16)
-    assert at(learned, 16)[2] == pytest.approx(0.003, rel=0.2)
+        learned.observe(size, 0, plain_s)
+    assert is_calibrated(learned.lines, size)
+    assert at(learned, size)[2] == pytest.approx(slope, rel=0.2)
 
 
 @pytest.mark.parametrize(("measured_size", "asked"), [(1, 10**6), (10**6, 1), (32, 1), (32, 500)])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.policy.simulation import (
@@ -16,6 +17,7 @@ from tests.policy.simulation import (
     Policy,
     Workload,
     speedup,
+    stall_once,
 )
 
 COSTS = [
@@ -76,6 +78,18 @@ def test_a_policy_that_ran_one_request_notices_losses_with_many() -> None:
     policy = Policy()
     speedup(Workload((OFTEN,), STEEP, 1, num_steps=400), policy)
     assert speedup(Workload((OFTEN,), STEEP, 32, num_steps=60), policy) >= 0.95
+
+
+@pytest.mark.parametrize("stall", [1.0, 5.0, 20.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_many_requests_get_drafts_after_one_ran_and_a_step_stalled(seed: int, stall: float) -> None:
+    cost = Cost(0.1, 0.022, 0.35, 0.005)  # a small model on a CPU
+    many = Workload((ALWAYS,), cost, 24, draft_len=16, hit_rate=0.9, seed=seed)
+    policy = Policy(draft_len=16)
+    speedup(replace(many, concurrency=1, num_steps=100), policy)
+    policy.chain.close(np.arange(1))
+    stall_once(policy.chain, stall)
+    assert speedup(many, policy) >= 0.85 * speedup(many, FixedLength(8, 16))
 
 
 def test_slow_first_steps_do_not_cause_lasting_losses() -> None:
