@@ -84,21 +84,16 @@ def is_float32_faster(
 
 
 def _seconds(*calls: Callable[[], object]) -> list[float]:
-    """Shortest CPU time of each call, in seconds, measured in turns on one thread.
+    """Shortest CPU time of each call in this thread, in seconds, measured in turns.
 
     Drafters and other engines may load on the same CPUs meanwhile. CPU time excludes the time in
     which the thread waits for them.
     """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     timers = [Timer(call, timer=time.thread_time) for call in calls]
-    try:
-        runs = [[each.timeit(1) for each in timers]]  # warm-up
-        until = time.perf_counter() + _MEASURED_S
-        while len(runs) <= _NUM_RUNS or time.perf_counter() < until:
-            runs.append([each.timeit(1) for each in timers])
-    finally:
-        torch.set_num_threads(num_threads)
+    runs = [[each.timeit(1) for each in timers]]  # warm-up
+    until = time.perf_counter() + _MEASURED_S
+    while len(runs) <= _NUM_RUNS or time.perf_counter() < until:
+        runs.append([each.timeit(1) for each in timers])
     return [min(times) for times in zip(*runs[1:], strict=True)]
 
 
