@@ -23,6 +23,7 @@ BENCHMARKS = {
     "engine": "one engine: no speculation, ours with a memory, vLLM's ngram and suffix decoding",
     "switched": "one engine: all sources together, and each alone, in turns",
     "decisions": "drafts for recorded answers: suffix decoding, ours, a perfect choice",
+    "limits": "one engine: drafts of the known answer, beside ours and vLLM's",
     "drafters": "a drafting model: in a separate process, and in vLLM's engine",
     "agreement": "drafts of the same models at the same places: ours and vLLM's",
     "sharing": "two replicas: one shared drafter, or a drafter each",

@@ -33,7 +33,7 @@ from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import DrafterConfig, SourceConfig
 from specserve.core.types import DraftBatch, Int32Array, RequestControls
 from specserve.engine.generation import Job, Sampling
-from tests.peers.bench_engine import measured_config
+from specserve.serve.config_file import read
 from tests.peers.in_process import relaunched, worker_of
 from tests.peers.inflate import inflated
 from tests.peers.suffix_peer import VllmSuffix, arctic
@@ -314,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 < min(args.clients) <= max(args.clients) < args.num_requests:
         parser.error(f"--clients {args.clients}: each at least 1 and below --num-requests")
     arctic()
-    config = measured_config(args.config)
+    config = read(args.config).applications[0].config
     if (status := relaunched("tests.peers.bench_decisions", config, argv)) is not None:
         return status
     tokenizer = configured_tokenizer(config)
@@ -330,7 +330,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         recorder = Recorder(config, [each.kind for each in sources])
         rows = []
         for (name, clients), requests in loads.items():
-            answers, costs = recorder.record([_job(each, tokenizer) for each in requests], clients)
+            answers, costs = recorder.record(
+                [job_of(each, tokenizer) for each in requests], clients
+            )
             in_ms = {f"{key}_ms": round(1e3 * s, 2) for key, s in costs._asdict().items()}
             for row in compare(sources, answers, clients, costs):
                 rows.append({"traffic": name, "clients": clients, **row, **in_ms})
@@ -343,7 +345,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _job(request: Request, tokenizer: Tokenizer) -> Job:
+def job_of(request: Request, tokenizer: Tokenizer) -> Job:
+    """The request for an offline engine. The answer always has ``max_tokens`` tokens."""
     prompt = request.prompt
     if isinstance(prompt, str):
         prompt = tokenizer.encode(prompt, add_special_tokens=False)

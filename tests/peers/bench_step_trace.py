@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def record(config: AppConfig, requests: Sequence[Request], num_clients: int) -> list[Span]:
     """Spans of all processes of a server while it answered, in order of time."""
     cluster = Cluster([os.cpu_count() or 1])
+    cluster.use_compiler()
     if HAPROXY.exists():
         cluster.use_haproxy()
     try:
