@@ -144,7 +144,7 @@ class SwitchedEngine:
 
     def _propose(self, scheduler_output: Any, sampled: Drafts, *rest: object) -> Drafts:
         if self._name == "ours":
-            drafts = self._hook.propose_draft_token_ids(scheduler_output, sampled, *rest)
+            drafts: Drafts = self._hook.propose_draft_token_ids(scheduler_output, sampled, *rest)
         else:
             drafts = self._drafts[self._name](sampled)
         scheduled = scheduler_output.scheduled_spec_decode_tokens.values()
