@@ -5,6 +5,7 @@ Each part is one call for the whole batch: in small batches, calls take most of 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from specserve.core.compile import inner, kernel
@@ -206,9 +207,10 @@ def _explore(work, lines, n, costs, planned, found):  # type: ignore[no-untyped-
     else:
         num_tokens, expected = probe(work.survival, work.lengths, n, found)
         loss_s = base + slope * num_tokens - plain * (1.0 + expected / max(n, 1))
-    is_saved = not is_plain and work.credit_s[0] >= _SPENDABLE_STEPS * plain
-    is_uncertain = loss_s < _SIGMAS * cost_deviation(lines, n, num_tokens)
-    is_worth = num_tokens > 0 and (is_uncertain or is_saved)
+    pays_any_price = not is_plain and affords(work.credit_s, math.inf, plain)
+    is_worth = num_tokens > 0 and (
+        pays_any_price or loss_s < _SIGMAS * cost_deviation(lines, n, num_tokens)
+    )
     if (is_worth and spend(work.credit_s, loss_s, plain)) == is_plain:
         found.source[:n], found.lengths[:n] = -1, 0
 

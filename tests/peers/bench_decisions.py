@@ -39,7 +39,7 @@ from tests.peers.inflate import inflated
 from tests.peers.suffix_peer import VllmSuffix, arctic
 from tests.peers.tables import print_rows
 from tests.peers.texts import Tally, Text, num_same
-from tests.peers.workload import TRAFFIC, Request, Workload
+from tests.peers.workload import TRAFFIC, Request, Workload, known_traffic
 
 # Modules that load vLLM are imported where they are used, after the environment is set.
 
@@ -308,9 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--extra-layers", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    traffic = args.traffic.split(",")
-    if unknown := [name for name in traffic if name not in TRAFFIC]:
-        parser.error(f"--traffic {args.traffic}: {', '.join(unknown)} unknown")
+    traffic = known_traffic(parser, args.traffic)
     if not 0 < min(args.clients) <= max(args.clients) < args.num_requests:
         parser.error(f"--clients {args.clients}: each at least 1 and below --num-requests")
     arctic()

@@ -4,9 +4,9 @@
 
 One engine serves greedy requests, prompts included. In each turn every contender drafts for the
 same requests, and for warm-up requests before them. ``none`` comes first, and its answers are what
-``known`` drafts: the next tokens of the answer, as many as the configuration's longest draft. This
-costs no time, and these drafts are wrong only where rounding changes the answer. So hardly any
-drafting method can be faster. ``ours`` has the sources that need no model of their own.
+``known`` drafts: the next tokens of the answer, as many as the configuration's longest draft. A
+draft takes 10 µs and is wrong only where rounding changes the answer. So hardly any drafting
+method can be faster. ``ours`` has the sources that need no model of their own.
 
 Ratios are taken within a turn, to the best of ``none`` and vLLM's methods. Tables have the median.
 ``prompt share`` is the share of the time that steps with prompt tokens take.
@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
@@ -40,7 +39,7 @@ from tests.peers.inflate import inflated
 from tests.peers.servers import METHODS
 from tests.peers.suffix_peer import VllmSuffix, arctic
 from tests.peers.tables import print_rows
-from tests.peers.workload import TRAFFIC, Workload
+from tests.peers.workload import TRAFFIC, Workload, known_traffic
 
 # Modules that load vLLM are imported where they are used, after the environment is set.
 
@@ -48,9 +47,6 @@ THEIRS = ("none", "ngram", "suffix")
 CONTENDERS = (*THEIRS, "ours", "known")
 MATCHED_TOKENS, MAX_SHIFT = 3, 16
 """Where rounding changed the answer, its place is found by the last tokens, so far away at most."""
-
-_NGRAM_MAX_LEN, _NGRAM_MAX_SEQS = 1 << 20, 1024
-"""Limits of vLLM's prompt lookup; its own warm-up has a batch of 1,024."""
 
 Drafts = list[list[int]]
 
@@ -106,7 +102,11 @@ class SwitchedEngine:
         self._known = KnownAnswers(max(each.max_draft_len for each in local))
         self._runner = worker_of(self._engine).model_runner
         self._hook, self._suffix = self._runner.drafter, VllmSuffix(_num_tokens("suffix"))
-        self._ngram = _ngram()
+        # vLLM's worker does not start in a process that has imported numba.
+        from tests.peers.drafting_sides import ngram_proposer
+
+        limits = config.engine.max_num_seqs, self._runner.max_model_len
+        self._ngram = ngram_proposer(METHODS["ngram"], *limits)
         self._drafts: Mapping[str, Callable[[Drafts], Drafts]] = {
             "none": lambda sampled: [[] for _ in sampled],
             "ngram": self._from_ngram,
@@ -183,34 +183,25 @@ def _num_tokens(method: str) -> int:
     return num_tokens
 
 
-def _ngram() -> Any:
-    """vLLM's prompt lookup, with the settings that its documentation shows."""
-    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
-
-    config: Any = SimpleNamespace(
-        speculative_config=SimpleNamespace(**METHODS["ngram"]),
-        model_config=SimpleNamespace(max_model_len=_NGRAM_MAX_LEN),
-        scheduler_config=SimpleNamespace(max_num_seqs=_NGRAM_MAX_SEQS),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-    )
-    return NgramProposer(config)
-
-
 def summarise(
     place: tuple[str, int], found: Mapping[str, Sequence[Mapping[str, float]]]
 ) -> list[dict[str, Any]]:
     """A row for each contender from its results by turn."""
     speeds = {name: [each["tokens_per_second"] for each in runs] for name, runs in found.items()}
     best = [max(each) for each in zip(*(speeds[name] for name in THEIRS), strict=True)]
+    ratios = {
+        name: [a / b for a, b in zip(of_name, best, strict=True)]
+        for name, of_name in speeds.items()
+    }
     return [
         {
             "traffic": place[0],
             "clients": place[1],
             "contender": name,
             "tokens_per_second": round(median(speeds[name])),
-            "x_best": round(median(a / b for a, b in zip(speeds[name], best, strict=True)), 3),
+            "x_best": round(median(ratios[name]), 3),
             "prompt_share": round(median(each["prompt_share"] for each in runs), 2),
-            "each_x_best": [round(a / b, 3) for a, b in zip(speeds[name], best, strict=True)],
+            "each_x_best": [round(each, 3) for each in ratios[name]],
         }
         for name, runs in found.items()
     ]
@@ -226,9 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--extra-layers", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    traffic = args.traffic.split(",")
-    if unknown := [name for name in traffic if name not in TRAFFIC]:
-        parser.error(f"--traffic {args.traffic}: {', '.join(unknown)} unknown")
+    traffic = known_traffic(parser, args.traffic)
     arctic()
     config = read(args.config).applications[0].config
     if (status := relaunched("tests.peers.bench_limits", config, argv)) is not None:

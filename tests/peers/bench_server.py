@@ -44,7 +44,7 @@ from tests.peers.inflate import inflated
 from tests.peers.load_client import drive
 from tests.peers.servers import OURS, check, serve
 from tests.peers.tables import print_rows
-from tests.peers.workload import TRAFFIC, Load, Workload
+from tests.peers.workload import TRAFFIC, Load, Workload, known_traffic
 
 NUM_REQUESTS = {1: 6, 8: 24, 24: 48}
 """Requests of a turn, by number of clients."""
@@ -189,9 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ignore-eos", action="store_true", help="equally long answers")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    kinds = args.traffic.split(",")
-    if unknown := set(kinds) - TRAFFIC.keys():
-        parser.error(f"--traffic: {', '.join(sorted(unknown))}: known are {', '.join(TRAFFIC)}")
+    kinds = known_traffic(parser, args.traffic)
     places = [(kind, number) for kind in kinds for number in args.clients]
     servers = _places_by_server(args.servers, places)
     console = Console(width=160)

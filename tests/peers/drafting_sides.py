@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -182,6 +182,20 @@ class Trie:
         )
 
 
+def ngram_proposer(
+    settings: Mapping[str, Any], max_num_seqs: int, max_model_len: int
+) -> VllmNgramProposer:
+    """vLLM's prompt lookup, with its settings of ``speculative_config``."""
+    config: Any = SimpleNamespace(
+        speculative_config=SimpleNamespace(**settings),
+        model_config=SimpleNamespace(max_model_len=max_model_len),
+        # Its own warm-up uses a batch of 1,024.
+        scheduler_config=SimpleNamespace(max_num_seqs=max(max_num_seqs, 1024)),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    return VllmNgramProposer(config)
+
+
 class VllmNgram:
     """vLLM's prompt lookup.
 
@@ -193,16 +207,15 @@ class VllmNgram:
     """
 
     def __init__(self, low: int, high: int, max_num_seqs: int, max_model_len: int) -> None:
-        config: Any = SimpleNamespace(
-            speculative_config=SimpleNamespace(
-                prompt_lookup_min=low, prompt_lookup_max=high, num_speculative_tokens=DRAFT_LEN
-            ),
-            model_config=SimpleNamespace(max_model_len=max_model_len),
-            # Its own warm-up uses a batch of 1,024.
-            scheduler_config=SimpleNamespace(max_num_seqs=max(max_num_seqs, 1024)),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        self._proposer = ngram_proposer(
+            {
+                "prompt_lookup_min": low,
+                "prompt_lookup_max": high,
+                "num_speculative_tokens": DRAFT_LEN,
+            },
+            max_num_seqs,
+            max_model_len,
         )
-        self._proposer = VllmNgramProposer(config)
 
     def learn(self, name: str, text: Int32Array) -> None:
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sysconfig
+from argparse import ArgumentParser
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -227,6 +228,14 @@ class Workload:
             messages, add_generation_prompt=True, tokenize=False
         )
         return text
+
+
+def known_traffic(parser: ArgumentParser, given: str) -> list[str]:
+    """Kinds of :data:`TRAFFIC` in a comma-separated list. An unknown one ends the program."""
+    kinds = given.split(",")
+    if unknown := set(kinds) - TRAFFIC.keys():
+        parser.error(f"--traffic: {', '.join(sorted(unknown))}: known are {', '.join(TRAFFIC)}")
+    return kinds
 
 
 def edited(lines: list[str], share: float, rng: random.Random) -> list[str]:
