@@ -43,6 +43,17 @@ def inner(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
+def vector(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Like :func:`inner`, for loops over floats: sums may be reordered, as vector units need.
+
+    It is called and not inlined, so its arguments should be arrays and not tuples.
+    """
+    compiled: Callable[..., Any] = njit(
+        nogil=True, _nrt=False, fastmath={"reassoc", "contract", "arcp", "nsz"}
+    )(function)
+    return compiled
+
+
 def direct(function: Callable[..., Any], *arguments: object) -> Callable[..., Any]:
     """A kernel's machine code for arguments of these types, compiled or loaded now. Call it at the
     start, so that no request waits for the compilation.

@@ -68,11 +68,11 @@ class LatentAttention:
         self._key_up = key_up.contiguous()
         self._value_up = value_up.transpose(1, 2).contiguous()
         self._out = laid_out(weights.get("o_proj.weight", width, heads * self._value))
-        self._scale = yarn_apply_mscale(config.rope_parameters, (self._nope + self._rope) ** -0.5)
+        self.scale = yarn_apply_mscale(config.rope_parameters, (self._nope + self._rope) ** -0.5)
         # Each ``[max_entries, qk_rope_head_dim / 2]``; transformers repeats these columns once.
         places = torch.arange(max_entries, device=kv_up.device)[None]
         tables = DeepseekV3RotaryEmbedding(config)(kv_up, places)
-        self._cos, self._sin = (table[0, :, : self._rope // 2] for table in tables)
+        self.cos, self.sin = (table[0, :, : self._rope // 2] for table in tables)
         num_bytes = num_slots * max_entries * entry * kv_up.itemsize
         check_room(num_slots, max_entries, num_bytes, kv_up.device)
         # Not zeroed: on a CPU, only entries that have been written take memory.
@@ -88,7 +88,7 @@ class LatentAttention:
         """
         latent, key = torch.split(F.linear(x, self._kv_down), [self._latent, self._rope], 1)
         latent = F.rms_norm(latent, (self._latent,), self._kv_norm, self._eps)
-        key = rotate(key, self._cos[packed.positions], self._sin[packed.positions])
+        key = rotate(key, self.cos[packed.positions], self.sin[packed.positions])
         self.cache[packed.slots, packed.positions] = torch.cat([latent, key], 1)
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -113,7 +113,7 @@ class LatentAttention:
         query = F.linear(query, self._query_up).view(len(x), self._heads, -1)
         nope, rope = torch.split(query, [self._nope, self._rope], 2)
         nope = torch.bmm(nope.transpose(0, 1), self._key_up).transpose(0, 1)
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         out = self._attend(torch.cat([nope, rotate(rope, cos, sin)], 2), spans)
         out = torch.bmm(out.transpose(0, 1), self._value_up).transpose(0, 1)
         return F.linear(out.reshape(len(x), -1), self._out)
@@ -127,7 +127,7 @@ class LatentAttention:
         attend = attend_on_cpu if queries.device.type == "cpu" else attend_by_products
         pairs = zip(queries, spans, strict=True)
         texts = ((own, self.cache[span.slot, span.first : span.end]) for own, span in pairs)
-        return torch.stack([attend(*text, self._latent, self._scale) for text in texts])
+        return torch.stack([attend(*text, self._latent, self.scale) for text in texts])
 
 
 def attend_on_cpu(query: Tensor, entries: Tensor, latent: int, scale: float) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
@@ -12,10 +15,12 @@ from transformers import DeepseekV3Config
 
 from specserve.core.errors import ConfigError, reason_of
 from specserve.drafters.base import Card, Row
-from specserve.drafters.drafting import SlotDrafter, Turn
+from specserve.drafters.drafting import Guess, SlotDrafter, Turn
 from specserve.drafters.kv_cache import Packed
 from specserve.drafters.mtp_files import fetch_mtp, find_mtp
+from specserve.drafters.mtp_kernels import MAX_ENTRIES, MtpKernels
 from specserve.drafters.mtp_module import MtpModule
+from specserve.drafters.mtp_packing import kernels_of
 from specserve.drafters.mtp_weights import MtpWeights
 from specserve.drafters.slots import Slot, SlotTable
 from specserve.drafters.vocabulary import fingerprint
@@ -44,10 +49,14 @@ class MtpDrafter(SlotDrafter):
         module: the model, with ``max_texts`` slots.
         card: describes the drafter.
         max_texts: texts that the cache holds.
+        kernels: computes calls with few new entries; None: the module computes all.
     """
 
-    def __init__(self, module: MtpModule, card: Card, max_texts: int) -> None:
+    def __init__(
+        self, module: MtpModule, card: Card, max_texts: int, kernels: MtpKernels | None = None
+    ) -> None:
         self.module = module
+        self.kernels = kernels
         slots = SlotTable(max_texts, card.max_tokens, module.attention.copy)
         super().__init__(card, slots, module.device)
 
@@ -82,7 +91,8 @@ class MtpDrafter(SlotDrafter):
             hidden_size=config.hidden_size,
             max_tokens=min(max_tokens, config.max_position_embeddings),
         )
-        return cls(MtpModule(config, weights, max_texts, card.max_tokens), card, max_texts)
+        module = MtpModule(config, weights, max_texts, card.max_tokens)
+        return cls(module, card, max_texts, kernels_of(config, weights, module.attention))
 
     def _prepare(self, row: Row) -> Turn | None:
         if not 0 < row.num_tokens <= self.card.max_tokens:
@@ -137,6 +147,26 @@ class MtpDrafter(SlotDrafter):
     def _truncate(self, slot: Slot, length: int) -> None:
         slot.length = min(slot.length, length)
         slot.begin = min(slot.begin, slot.length)
+
+    def _compute(self, turns: Sequence[Turn]) -> dict[int, Guess]:
+        sizes = [len(turn.tokens) for turn in turns]
+        if self.kernels is None or sum(sizes) > MAX_ENTRIES:
+            return super()._compute(turns)
+        states = self._states(turns)
+        assert states is not None
+        drafted, chances = self.kernels.draft(
+            np.array([astuple(turn.span) for turn in turns]),
+            np.array([turn.num_drafts for turn in turns]),
+            np.concatenate([turn.tokens for turn in turns], dtype=np.int32),
+            states.float().numpy(),
+        )
+        drafts = {}
+        for row, turn in enumerate(turns):
+            self._slots.extend(turn.slot, turn.tokens)
+            num = turn.num_drafts
+            guess = tuple(drafted[row, :num].tolist()), tuple(chances[row, :num].tolist())
+            drafts[turn.slot.index] = guess
+        return drafts
 
     def _forward(
         self, tokens: Tensor, states: Tensor | None, packed: Packed, num_wanted: int

@@ -32,11 +32,13 @@ def loaded() -> Iterator[MtpDrafter]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def drafter(loaded: MtpDrafter) -> MtpDrafter:
+@pytest.fixture(params=["kernels", "torch"])
+def drafter(loaded: MtpDrafter, request: pytest.FixtureRequest) -> MtpDrafter:
     """A drafter without texts. A read of an unwritten entry gives NaN."""
+    assert loaded.kernels is not None
     loaded.module.attention.cache.fill_(torch.nan)
-    return MtpDrafter(loaded.module, loaded.card, NUM_SLOTS)
+    kernels = loaded.kernels if request.param == "kernels" else None
+    return MtpDrafter(loaded.module, loaded.card, NUM_SLOTS, kernels)
 
 
 def key(number: int) -> Key:
