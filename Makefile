@@ -61,7 +61,7 @@ $(STAMP):
 	@echo "3/4 specserve itself"
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@echo "4/4 compiling what drafts"
-	@$(BIN)/python -m specserve.policy.compile_kernels
+	@$(BIN)/python -m specserve.engine.compile_kernels
 	@touch $@
 
 serve: setup

@@ -17,8 +17,8 @@ from specserve.drafters.mtp_weights import MtpWeights
 def kernels_of(config: Any, weights: MtpWeights, attention: LatentAttention) -> MtpKernels | None:
     """The module's kernels; None: torch computes it.
 
-    Kernels are for one CPU thread in float32. They need weights that bfloat16 holds exactly, no
-    groups of experts and queries without a low rank.
+    Kernels are for one CPU thread in float32. They need weights that bfloat16 holds exactly, even
+    sizes, no groups of experts and queries without a low rank.
 
     Args:
         config: transformers' DeepseekV3Config.
@@ -27,18 +27,25 @@ def kernels_of(config: Any, weights: MtpWeights, attention: LatentAttention) -> 
     """
     is_one_thread = weights.device.type == "cpu" and torch.get_num_threads() == 1
     is_plain = config.q_lora_rank is None and (config.n_group or 1) == 1
-    if not (is_one_thread and is_plain and weights.dtype == torch.float32):
+    sizes = (
+        config.vocab_size,
+        config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim),
+        config.kv_lora_rank + config.qk_rope_head_dim,
+        config.v_head_dim,
+    )
+    is_even = not any(size % 2 for size in sizes)
+    if not (is_one_thread and is_plain and is_even and weights.dtype == torch.float32):
         return None
     try:
         packed = _pack(config, weights, attention)
     except _Inexact:
         return None
     scales = Scales(
-        config.rms_norm_eps,
-        attention.scale,
-        config.routed_scaling_factor,
-        config.num_experts_per_tok,
-        config.norm_topk_prob,
+        float(config.rms_norm_eps),
+        float(attention.scale),
+        float(config.routed_scaling_factor),
+        int(config.num_experts_per_tok),
+        bool(config.norm_topk_prob),
     )
     return MtpKernels(packed, scales, attention.cache.numpy())
 

@@ -24,8 +24,8 @@ MAX_PROBE_INTERVAL = 256
 long for a text that the source follows."""
 
 TRIAL_ANSWERS, PROBE_ANSWERS = 64, 4
-"""Answers that end the trial of a remote source, which begins with the first request, and those that
-end a later probe. The exploration budget pays for probes; a trial is made without it."""
+"""Answers that end the trial of a remote source, which begins with the first request, and those
+that end a later probe. The exploration budget pays for probes; a trial is made without it."""
 
 TRIAL_STEPS = 32
 """A trial also ends when its calls have taken the time of so many plain steps."""
@@ -152,7 +152,7 @@ class RemoteAskPolicy(AskPolicy):
         self._is_trial = trial_answers > 0
         self._num_wanted = trial_answers or PROBE_ANSWERS  # answers until the trial or probe ends
         self._trial_steps = 0.0  # time of the trial's calls
-        # Slots of probes: this step's; this step's if it was answered; the last step's answered one.
+        # Slots: of this step's probe; the same if it was answered; of the last step's answered one.
         self._probed = self._answered = self._before = -1  # -1: none
         self._cost = CallCost()
         self._plain_s = np.inf  # seconds of a plain step when last asked
@@ -260,7 +260,8 @@ class RemoteAskPolicy(AskPolicy):
         """Lengths to ask for in a probe of one request, if it is due and the budget affords it.
 
         Takes the request of the last step's probe, else the one with the least valuable draft, of
-        those that the source follows. If none is followed, the probe waits first; after ``MAX_PROBE_INTERVAL`` steps it takes any request.
+        those that the source follows. If none is followed, the probe waits first; after
+        ``MAX_PROBE_INTERVAL`` steps it takes any request.
         """
         limits = context.limits
         asked = np.zeros_like(limits)

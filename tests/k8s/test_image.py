@@ -23,7 +23,7 @@ def test_each_target_runs_as_the_user_of_the_manifests() -> None:
         instructions = STAGES[target][1]
         assert re.findall(r"^USER (.*)$", instructions, re.M) == ["1000:1000"]
         # Compiled kernels are stored in that user's folder.
-        compiles = "RUN python -m specserve.policy.compile_kernels"
+        compiles = "RUN python -m specserve.engine.compile_kernels"
         assert instructions.index("USER") < instructions.index(compiles)
 
 

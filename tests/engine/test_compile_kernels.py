@@ -7,7 +7,7 @@ LEFT = """
 import sys
 from numba.core.dispatcher import Dispatcher
 from specserve.core.compile import _Cache
-from specserve.policy.compile_kernels import compile_kernels
+from specserve.engine.compile_kernels import compile_kernels
 
 compile_kernels()
 compiled = {

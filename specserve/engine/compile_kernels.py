@@ -1,6 +1,6 @@
 """Compiles all kernels and caches them on disk, so that replicas start without compiling:
 
-    python -m specserve.policy.compile_kernels
+    python -m specserve.engine.compile_kernels
 
 ``make setup`` and the image run it. A kernel that is not in the cache is compiled when needed.
 """
@@ -18,6 +18,7 @@ from specserve.core.source_config import (
     PredictionConfig,
     TrieConfig,
 )
+from specserve.drafters.mtp_kernels import compile_draft
 from specserve.policy.chain import build_chain
 from specserve.sources.base import SourceContext
 from specserve.sources.prediction import num_predicted
@@ -26,7 +27,8 @@ from specserve.trie.memory import SharedMemory
 
 def compile_kernels() -> None:
     """Builds a chain of all sources that have kernels, and of a remote one for its ask policy's.
-    Then counts a prediction's correct tokens, as replicas do."""
+    Then counts a prediction's correct tokens, as replicas do. The last kernel is the MTP drafter's.
+    """
     sources = (
         NgramConfig(kind="ngram"),
         PredictionConfig(kind="prediction"),
@@ -39,6 +41,7 @@ def compile_kernels() -> None:
     for end in context.exits:
         end()
     num_predicted(np.ones(1, np.int32), [1])
+    compile_draft()
 
 
 if __name__ == "__main__":
