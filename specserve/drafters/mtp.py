@@ -149,8 +149,8 @@ class MtpDrafter(SlotDrafter):
         slot.begin = min(slot.begin, slot.length)
 
     def _compute(self, turns: Sequence[Turn]) -> dict[int, Guess]:
-        sizes = [len(turn.tokens) for turn in turns]
-        if self.kernels is None or sum(sizes) > MAX_ENTRIES:
+        num_entries = sum(len(turn.tokens) for turn in turns)
+        if self.kernels is None or num_entries > MAX_ENTRIES:
             return super()._compute(turns)
         states = self._states(turns)
         assert states is not None

@@ -23,13 +23,6 @@ MAX_PROBE_INTERVAL = 256
 """Longest back-off in steps between two probes of a remote source. A probe also waits at most this
 long for a text that the source follows."""
 
-TRIAL_ANSWERS, PROBE_ANSWERS = 64, 4
-"""Answers that end the trial of a remote source, which begins with the first request, and those
-that end a later probe. The exploration budget pays for probes; a trial is made without it."""
-
-TRIAL_STEPS = 32
-"""A trial also ends when its calls have taken the time of so many plain steps."""
-
 _MEAN_DECAY = 0.98  # weight of the old mean in a local source's moving means
 _FIRST_CALLS = 8  # back-off starts at this call at the earliest
 _MAX_CALL_RATIO = 4.0  # cap of one call's time, in mean calls
@@ -128,36 +121,18 @@ class LocalAskPolicy(AskPolicy):
 class RemoteAskPolicy(AskPolicy):
     """Asks a source in another process for those requests whose expected gain exceeds the cost.
 
-    While asking does not pay, a probe asks for one request after each back-off, which doubles. It
-    asks in consecutive steps, because a text's first call takes longer: the drafter also computes
-    what it lacks of the text. The first probe is a longer one, the trial.
-
-    Args:
-        place: see :class:`AskPolicy`.
-        guard: see :class:`AskPolicy`.
-        num_slots: most requests that are open at a time.
-        trial_answers: answers that end the trial; 0: there is none.
+    While asking does not pay, a probe asks for one request after each back-off, which doubles.
     """
 
-    def __init__(
-        self,
-        place: int,
-        guard: GuardedSource,
-        num_slots: int,
-        trial_answers: int = TRIAL_ANSWERS,
-    ) -> None:
+    def __init__(self, place: int, guard: GuardedSource, num_slots: int) -> None:
         super().__init__(place, guard)
         self._source = cast(RemoteSource, guard.member.source)
         self._saved_s: Float64Array = np.zeros(num_slots)
-        self._is_trial = trial_answers > 0
-        self._num_wanted = trial_answers or PROBE_ANSWERS  # answers until the trial or probe ends
-        self._trial_steps = 0.0  # time of the trial's calls
-        # Slots: of this step's probe; the same if it was answered; of the last step's answered one.
-        self._probed = self._answered = self._before = -1  # -1: none
         self._cost = CallCost()
         self._plain_s = np.inf  # seconds of a plain step when last asked
-        self._pause = Backoff(MAX_ASK_INTERVAL, MAX_PROBE_INTERVAL)
+        self._pause = Backoff(1, MAX_PROBE_INTERVAL)
         self._step = self._num_tries = 0
+        self._is_probe = False
         self._waits_since: int | None = None  # step since which a probe waits for a followed text
         self.is_slow = True
         rows, some, three = np.zeros(0, np.int32), np.zeros(0), Costs(1.0, 1.0, 1.0)
@@ -168,13 +143,13 @@ class RemoteAskPolicy(AskPolicy):
 
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
         """0 if asking pays or the source must see the steps; else steps to the next eighth one."""
-        if not self.is_slow or self._answered >= 0 or self._followed(slots).any():
+        if not self.is_slow or self._followed(slots).any():
             return 0
         return MAX_ASK_INTERVAL - 1 - step % MAX_ASK_INTERVAL
 
     def is_considered(self, step: int) -> bool:
         """Whether drafts may be asked for; in other steps the source only follows its texts."""
-        return not self.is_slow or self._answered >= 0 or step % MAX_ASK_INTERVAL == 0
+        return not self.is_slow or step % MAX_ASK_INTERVAL == 0
 
     def forget(self, slots: Int64Array) -> None:
         """Drops the state of requests that have ended."""
@@ -190,8 +165,7 @@ class RemoteAskPolicy(AskPolicy):
         Returns:
             int32 ``[n]``, draft length for each request; 0: none.
         """
-        self._step, self._probed, self.is_slow = context.step, -1, True
-        self._before, self._answered = self._answered, -1
+        self._step, self._is_probe, self.is_slow = context.step, False, True
         limits, costs = context.limits, context.costs
         self._plain_s = costs.plain
         waits_s = self.guard.call(lambda: self._source.reading_s(context.batch))
@@ -229,39 +203,23 @@ class RemoteAskPolicy(AskPolicy):
             return
         answered = lengths > 0
         is_answered = bool(answered.any())
-        if self._probed >= 0:
-            self._note_probe(call_s, is_answered=is_answered)
-            if is_answered and self._probed != self._before:
-                return  # a text's first call
+        if self._is_probe and (is_answered or self._num_tries >= _MAX_TRIES):
+            self._pause.fail(self._step)
+            self._num_tries = 0
+        elif self._is_probe:  # a text that the source is still reading gets no draft: ask again
+            self._num_tries += 1
         if call_s <= 0 or (call_s < _AWAY_S and not is_answered):
             return  # no drafter was asked for a draft, so nothing was measured
         rows = answered if is_answered else asked > 0
         self._cost.observe(int(rows.sum()), int(asked[rows].max()), call_s, self._plain_s)
-
-    def _note_probe(self, call_s: float, *, is_answered: bool) -> None:
-        """Counts an answer, or a call without one; after the last one the back-off begins."""
-        self._trial_steps += call_s / self._plain_s
-        if is_answered:
-            self._num_wanted -= 1
-            self._answered = self._probed
-        else:  # the source may still be reading the text: ask again
-            self._num_tries += 1
-        if self._is_trial and self._trial_steps >= TRIAL_STEPS:
-            self._num_wanted = 0
-        if not self._num_wanted or self._num_tries >= _MAX_TRIES:
-            self._pause.fail(self._step)
-            self._num_tries, self._answered = 0, -1
-        if not self._num_wanted:
-            self._is_trial, self._num_wanted = False, PROBE_ANSWERS
 
     def _probe(
         self, context: AskContext, waits_s: Float64Array, credit_s: Float64Array
     ) -> Int32Array:
         """Lengths to ask for in a probe of one request, if it is due and the budget affords it.
 
-        Takes the request of the last step's probe, else the one with the least valuable draft, of
-        those that the source follows. If none is followed, the probe waits first; after
-        ``MAX_PROBE_INTERVAL`` steps it takes any request.
+        Takes the request with the least valuable draft, of those that the source follows. If none
+        is followed, the probe waits first; after ``MAX_PROBE_INTERVAL`` steps it takes any request.
         """
         limits = context.limits
         asked = np.zeros_like(limits)
@@ -270,18 +228,16 @@ class RemoteAskPolicy(AskPolicy):
             return asked
         call, request, token = self._cost.coefficients(context.costs.plain)
         price_s = call + request + token * int(limits[able].max())
-        if not (self._is_trial or self._affords(credit_s, price_s, context.costs.plain)):
+        if not self._affords(credit_s, price_s, context.costs.plain):
             return asked
         if (followed := able & self._followed(context.batch.slots)).any():
             able = followed
         elif self._waits_for_text():
             return asked
-        same = able & (context.batch.slots == self._before)
-        row = int(np.where(same if same.any() else able, context.values, np.inf).argmin())
+        row = int(np.where(able, context.values, np.inf).argmin())
         asked[row] = limits[row]
-        if not self._is_trial:
-            self._spend(credit_s, price_s, context.costs.plain)
-        self._probed, self._waits_since = int(context.batch.slots[row]), None
+        self._spend(credit_s, price_s, context.costs.plain)
+        self._is_probe, self._waits_since = True, None
         return asked
 
     def _waits_for_text(self) -> bool:

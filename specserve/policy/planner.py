@@ -23,10 +23,6 @@ from specserve.core.types import Float64Array, Int32Array
 MIN_GAIN = 0.02
 """Least expected gain of drafts, as a share of the plain rate. Smaller gains are lost in noise."""
 
-MIN_CALL_GAIN = 0.2
-"""The same for a remote source's call, beyond its cost. After the wait for a drafter, the next step
-takes some 15 % longer, and following texts for a drafter takes time in each step."""
-
 PROBE_TOKENS, MIN_PROBE_ACCEPTANCE = 3, 0.5
 """Longest draft in tokens that is sent to measure the cost of drafts, and the share of it that must
 be expected to be accepted. Acceptance itself is learned without sending drafts."""
@@ -230,7 +226,7 @@ def plan_call(  # type: ignore[no-untyped-def]
         if length >= most:
             break
         length = min(2 * length, most)
-    if best <= MIN_CALL_GAIN * n:
+    if best <= MIN_GAIN * n:
         return 0.0
     surplus = -overhead - rate * (call_s + token_s * best_length)
     for row in range(n):
@@ -245,7 +241,7 @@ def plan_call(  # type: ignore[no-untyped-def]
                 asked[row] = min(best_length, limits[row])
                 if waits_s[row] == 0.0:
                     surplus += gain
-    if surplus > MIN_CALL_GAIN * n:
+    if surplus > MIN_GAIN * n:
         return surplus
     # Requests that can be answered now do not pay for the call. No step waits for texts to be read.
     for row in range(n):

@@ -262,9 +262,9 @@ def test_a_call_for_the_only_drafts_also_pays_their_fixed_cost() -> None:
     assert called([GOOD], costs=dear, is_drafting=False)[0] == [0]
 
 
-@pytest.mark.parametrize(("token_s", "length"), [(0.0, 4), (0.004, 2), (0.006, 1)])
+@pytest.mark.parametrize(("token_s", "length"), [(0.0, 4), (0.004, 2), (0.0085, 1)])
 def test_costlier_tokens_lead_to_shorter_drafts(token_s: float, length: int) -> None:
-    unseen = [0.95, 0.5, 0.35, 0.34]
+    unseen = [0.9, 0.8, 0.35, 0.34]
     assert called([unseen], call=(0.0, 0.0, token_s))[0] == [length]
     assert called([unseen], call=(0.0, 0.0, token_s), limit=1)[0] == [1]
 

@@ -222,7 +222,7 @@ def test_a_second_remote_source_is_asked_only_for_drafts_the_first_lacks(
     traffic = Traffic({"mtp": first, "draft_model": second}, clock, slots=(0, 1))
     traffic.run(400)
     assert traffic.drafts == {0: list(RIGHT), 1: list(RIGHT)}
-    first, same = (FakeRemote(always(*range(1, 9)), clock, 0.001) for _ in range(2))
+    same = FakeRemote(always(*RIGHT), clock, 0.001)
     traffic = Traffic({"mtp": first, "draft_model": same}, clock, slots=(0,))
     traffic.run(400)
     same.asked.clear()
