@@ -19,7 +19,11 @@ MAX_ASK_INTERVAL = 8
 """Longest interval in steps between two calls of a local source. It bounds the delay until a text
 that starts to repeat itself is noticed."""
 
-MAX_PROBE_INTERVAL = 256
+MAX_DECISION_INTERVAL = 32
+"""Longest interval in steps between two decisions whether to ask a remote source. While it does not
+pay, the interval doubles from ``MAX_ASK_INTERVAL``."""
+
+MAX_PROBE_INTERVAL = 1024
 """Longest back-off in steps between two probes of a remote source. A probe also waits at most this
 long for a text that the source follows."""
 
@@ -133,6 +137,7 @@ class RemoteAskPolicy(AskPolicy):
         self._pause = Backoff(1, MAX_PROBE_INTERVAL)
         self._step = self._num_tries = 0
         self._is_probe = False
+        self._interval = MAX_ASK_INTERVAL
         self._waits_since: int | None = None  # step since which a probe waits for a followed text
         self.is_slow = True
         rows, some, three = np.zeros(0, np.int32), np.zeros(0), Costs(1.0, 1.0, 1.0)
@@ -142,14 +147,14 @@ class RemoteAskPolicy(AskPolicy):
         self._affords, self._spend = (direct(each, some, 1.0, 1.0) for each in (affords, spend))
 
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
-        """0 if asking pays or the source must see the steps; else steps to the next eighth one."""
+        """0 if asking pays or the source must see the steps; else steps to the next decision."""
         if not self.is_slow or self._followed(slots).any():
             return 0
-        return MAX_ASK_INTERVAL - 1 - step % MAX_ASK_INTERVAL
+        return self._interval - 1 - step % self._interval
 
     def is_considered(self, step: int) -> bool:
         """Whether drafts may be asked for; in other steps the source only follows its texts."""
-        return not self.is_slow or step % MAX_ASK_INTERVAL == 0
+        return not self.is_slow or step % self._interval == 0
 
     def forget(self, slots: Int64Array) -> None:
         """Drops the state of requests that have ended."""
@@ -191,8 +196,13 @@ class RemoteAskPolicy(AskPolicy):
         if asked.any():
             self._pause.reset()
             self._waits_since = None
-            return asked
-        return self._probe(context, waits_s, credit_s)
+        else:
+            asked = self._probe(context, waits_s, credit_s)
+        if self.is_slow and not asked.any():
+            self._interval = min(2 * self._interval, MAX_DECISION_INTERVAL)
+        else:  # a probe without an answer is soon repeated, because its text is followed meanwhile
+            self._interval = MAX_ASK_INTERVAL
+        return asked
 
     def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float) -> None:
         """Updates the call cost and the probe back-off with one call of ``call_s`` seconds.
@@ -236,7 +246,8 @@ class RemoteAskPolicy(AskPolicy):
             return asked
         row = int(np.where(able, context.values, np.inf).argmin())
         asked[row] = limits[row]
-        self._spend(credit_s, price_s, context.costs.plain)
+        if waits_s[row] == 0.0:  # else the source only reads the text, and no step waits for it
+            self._spend(credit_s, price_s, context.costs.plain)
         self._is_probe, self._waits_since = True, None
         return asked
 

@@ -9,6 +9,7 @@ from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import Drafts, Float64Array, Int32Array
 from specserve.policy.asking import (
     MAX_ASK_INTERVAL,
+    MAX_DECISION_INTERVAL,
     MAX_PROBE_INTERVAL,
     AskContext,
     AskPolicy,
@@ -167,7 +168,7 @@ def probes(
 
 
 def test_probes_of_a_source_without_expected_gain_back_off(ask: RemoteAskPolicy) -> None:
-    pauses = np.diff(probes(ask, 1500, ONE)).tolist()
+    pauses = np.diff(probes(ask, 4000, ONE)).tolist()
     assert pauses[:5] == [1, 2, 4, 8, 16]
     assert max(pauses) == MAX_PROBE_INTERVAL
 
@@ -195,19 +196,43 @@ def test_a_probe_asks_for_the_readable_text_with_the_lowest_draft_value(
     assert not ask.limits(context(0, values=(0.0, 0.0), limits=(0, 0)), full()).any()
 
 
-def test_a_remote_source_is_due_in_each_step_if_it_pays_else_in_each_eighth(
+def test_the_budget_does_not_pay_for_a_probe_whose_text_is_read_first(
     ask: RemoteAskPolicy, source: FakeRemote
 ) -> None:
+    account = np.full(1, 2 * STEP_S)
+    source.waits = {0: 0.1}
+    assert ask.limits(context(0), account).any()
+    assert account == 2 * STEP_S
+    source.waits = {}
+    assert ask.limits(context(0), account).any()
+    assert account < 2 * STEP_S
+
+
+def test_a_remote_source_is_due_in_each_step_while_it_pays(ask: RemoteAskPolicy) -> None:
     assert [ask.is_due(step, SLOTS) for step in range(9)] == [True] + [False] * 7 + [True]
     assert ask.limits(context(0, unseen=0.9), empty()).tolist() == [4]
     assert ask.is_due(1, SLOTS)
     assert ask.num_idle_steps(1, SLOTS) == 0
-    ask.limits(context(1, unseen=0.0), empty())
-    assert not ask.is_due(2, SLOTS)
-    assert ask.num_idle_steps(2, SLOTS) == 5
+
+
+def test_decisions_on_a_remote_source_that_does_not_pay_become_rare(
+    ask: RemoteAskPolicy, source: FakeRemote
+) -> None:
+    due = [0]
+    while len(due) < 6:
+        ask.limits(context(due[-1]), empty())
+        due.append(due[-1] + 1 + ask.num_idle_steps(due[-1], SLOTS))
+    assert np.diff(due).tolist() == [16, 16, 32, 32, 32]
+    assert not ask.is_considered(due[-1] + MAX_DECISION_INTERVAL // 2)
     source.is_watching = True
-    assert ask.is_due(2, SLOTS)
-    assert ask.num_idle_steps(2, SLOTS) == 0
+    assert ask.num_idle_steps(due[-1], SLOTS) == 0
+
+
+def test_a_probe_without_an_answer_is_soon_repeated(ask: RemoteAskPolicy) -> None:
+    ask.limits(context(0), empty())
+    assert ask.limits(context(MAX_DECISION_INTERVAL), full()).any()
+    ask.observe(ONE, NONE, 0.005)
+    assert ask.num_idle_steps(MAX_DECISION_INTERVAL, SLOTS) == MAX_ASK_INTERVAL - 1
 
 
 def reads(ask: RemoteAskPolicy, step: int) -> bool:

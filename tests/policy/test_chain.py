@@ -341,7 +341,7 @@ def test_a_remote_source_that_follows_a_text_is_called_in_each_step() -> None:
     assert engine.chain.num_idle_steps(np.arange(1)) == 0
 
 
-def test_a_remote_source_that_only_follows_is_considered_in_each_eighth_step() -> None:
+def test_a_remote_source_that_only_follows_is_considered_in_few_steps() -> None:
     remote = RemoteAnswers(lambda batch, limits: drafts([(6,)] * len(limits)))
     remote.sees_all = True
     engine = Engine(dynamic("mtp", remote))
@@ -349,10 +349,10 @@ def test_a_remote_source_that_only_follows_is_considered_in_each_eighth_step() -
     for _ in range(200):
         engine.step()  # its draft is wrong
     already = remote.num_considered
-    for _ in range(80):
+    for _ in range(96):
         engine.step()
-    assert remote.num_considered == already + 10
-    assert len(remote.limits) == 280
+    assert already + 3 <= remote.num_considered <= already + 6  # a probe shortens the interval
+    assert len(remote.limits) == 296
 
 
 def test_a_remote_source_whose_reading_s_fails_is_not_asked() -> None:
