@@ -15,7 +15,7 @@ import numpy as np
 from specserve.core.compile import direct, inner, kernel
 from specserve.core.source_config import MAX_DRAFT_TOKENS
 from specserve.core.types import Float32Array, Int32Array, Int64Array, UInt16Array
-from specserve.drafters.vector_kernels import (
+from specserve.core.vector_kernels import (
     add_expert,
     as_float32,
     attend,

@@ -19,6 +19,7 @@ from specserve.core.source_config import (
     TrieConfig,
 )
 from specserve.drafters.mtp_kernels import compile_draft
+from specserve.engine.cpu.drawing import Verifier
 from specserve.policy.chain import build_chain
 from specserve.sources.base import SourceContext
 from specserve.sources.prediction import num_predicted
@@ -27,7 +28,8 @@ from specserve.trie.memory import SharedMemory
 
 def compile_kernels() -> None:
     """Builds a chain of all sources that have kernels, and of a remote one for its ask policy's.
-    Then counts a prediction's correct tokens, as replicas do. The last kernel is the MTP drafter's.
+    Then counts a prediction's correct tokens, as replicas do. The last kernels are those of the MTP
+    drafter and of the verification on CPU.
     """
     sources = (
         NgramConfig(kind="ngram"),
@@ -42,6 +44,7 @@ def compile_kernels() -> None:
         end()
     num_predicted(np.ones(1, np.int32), [1])
     compile_draft()
+    Verifier()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 
 def sampling_metadata(num_requests: int, **fields: Any) -> SamplingMetadata:
@@ -32,4 +35,20 @@ def sampling_metadata(num_requests: int, **fields: Any) -> SamplingMetadata:
             "logitsprocs": LogitsProcessors(),
             **fields,
         }
+    )
+
+
+def drafts_metadata(drafts: Sequence[Sequence[int]]) -> SpecDecodeMetadata:
+    """vLLM's layout of a step's logits: each request's draft tokens, then its bonus token."""
+    num_drafts = [len(draft) for draft in drafts]
+    ends = torch.tensor([n + 1 for n in num_drafts]).cumsum(0)
+    bonus = (ends - 1).tolist()
+    return SpecDecodeMetadata(
+        draft_token_ids=torch.tensor([*chain(*drafts)], dtype=torch.int32),
+        num_draft_tokens=num_drafts,
+        cu_num_draft_tokens=torch.tensor(num_drafts).cumsum(0).to(torch.int32),
+        cu_num_sampled_tokens=ends.to(torch.int32),
+        target_logits_indices=torch.tensor([i for i in range(int(ends[-1])) if i not in bonus]),
+        bonus_logits_indices=torch.tensor(bonus),
+        logits_indices=torch.arange(int(ends[-1])),
     )

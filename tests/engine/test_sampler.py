@@ -18,11 +18,10 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be imported first
 from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
-from tests.engine.sampling_metadata import sampling_metadata
+from tests.engine.sampling_metadata import drafts_metadata, sampling_metadata
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="run by vLLM's CPU kernels")
 
@@ -38,22 +37,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launcher, "kernel", kernel)
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def drafts_metadata(drafts: Sequence[Sequence[int]]) -> SpecDecodeMetadata:
-    """vLLM's layout of a step's logits: each request's draft tokens, then its bonus token."""
-    num_drafts = [len(draft) for draft in drafts]
-    ends = torch.tensor([n + 1 for n in num_drafts]).cumsum(0)
-    bonus = (ends - 1).tolist()
-    return SpecDecodeMetadata(
-        draft_token_ids=torch.tensor([*chain(*drafts)], dtype=torch.int32),
-        num_draft_tokens=num_drafts,
-        cu_num_draft_tokens=torch.tensor(num_drafts).cumsum(0).to(torch.int32),
-        cu_num_sampled_tokens=ends.to(torch.int32),
-        target_logits_indices=torch.tensor([i for i in range(int(ends[-1])) if i not in bonus]),
-        bonus_logits_indices=torch.tensor(bonus),
-        logits_indices=torch.arange(int(ends[-1])),
-    )
 
 
 def logits_of(tokens: Sequence[int]) -> torch.Tensor:

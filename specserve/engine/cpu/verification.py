@@ -1,10 +1,14 @@
-"""Verifies drafts without probabilities on CPU, with one random number for each draft token.
+"""Samples tokens and verifies drafts without probabilities on CPU, with one random number for each.
 
 vLLM's rejection sampler (arXiv 2211.17192) accepts a draft token with its target probability. It
 also draws a replacement for every draft token, with a random number for each token of the
 vocabulary. Here every position is sampled from the target. Draft tokens are accepted up to the
 first that differs from the sampled token, which replaces it. For drafts without probabilities the
-distribution is the same.
+distribution is the same. Positions after that one are not sampled.
+
+If no request of the step has parameters that change its logits, apart from ``temperature``,
+``top_k`` and ``top_p``, all tokens are sampled in one call. vLLM first samples the tokens after the
+drafts with its sampler, in some forty operations.
 """
 
 from __future__ import annotations
@@ -13,77 +17,202 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.logits_processor import (
+    AdapterLogitsProcessor,
+    LogitBiasLogitsProcessor,
+    LogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.rejection_sampler import GREEDY_TEMPERATURE, PLACEHOLDER_TOKEN_ID
+from vllm.v1.sample.rejection_sampler import GREEDY_TEMPERATURE, RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from specserve.core.types import Int64Array
+from specserve.core.types import Float32Array, Float64Array, Int64Array
+from specserve.engine.cpu.drawing import NOT_DRAWN, Verifier
+
+_MIN_SCALE = 1e-30
+"""Least factor of the logits of a sampled request, for temperatures that are almost infinite."""
+
+_STATE = {
+    AdapterLogitsProcessor: "req_info",
+    LogitBiasLogitsProcessor: "biases",
+    MinPLogitsProcessor: "min_p_count",
+    MinTokensLogitsProcessor: "min_toks",
+}
+"""The attribute of a logits processor that is empty or 0 while no request uses it."""
+
+
+def sample_by_drawing() -> None:
+    """Replaces the sampling of steps without drafts in vLLM's sampler, in this process.
+
+    vLLM draws a random number for each token of the vocabulary. Steps with a request that has a
+    ``seed`` stay vLLM's, so that the seed gives the same text as in ``vllm serve``.
+    """
+    drawing, vllms = Drawing(), Sampler.forward
+
+    def forward(
+        sampler: Sampler,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        predict_bonus_token: bool = False,
+        logprobs_mode_override: Any = None,
+    ) -> SamplerOutput:
+        if sampling_metadata.generators or predict_bonus_token or not is_plain(sampling_metadata):
+            return vllms(
+                sampler, logits, sampling_metadata, predict_bonus_token, logprobs_mode_override
+            )
+        return SamplerOutput(drawing.next_tokens(logits, sampling_metadata), None)
+
+    Sampler.forward = forward
 
 
 def verify_by_drawing() -> None:
     """Replaces the verification in vLLM's rejection sampler, in this process."""
-    rejection_sampler.rejection_sample = _rejection_sample
+    drawing, vllms = Drawing(), RejectionSampler.forward
+
+    def forward(
+        sampler: RejectionSampler,
+        metadata: SpecDecodeMetadata,
+        draft_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        if is_plain(sampling_metadata):
+            return SamplerOutput(drawing.all_tokens(metadata, logits, sampling_metadata), None)
+        return vllms(sampler, metadata, draft_probs, logits, sampling_metadata)
+
+    RejectionSampler.forward = forward
+    rejection_sampler.rejection_sample = drawing.rejection_sample
 
 
-def _rejection_sample(
-    draft_token_ids: torch.Tensor,
-    num_draft_tokens: list[int],
-    max_spec_len: int,
-    cu_num_draft_tokens: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    target_logits: torch.Tensor,
-    bonus_token_ids: torch.Tensor,
-    sampling_metadata: SamplingMetadata,
-    **unused: Any,
-) -> torch.Tensor:
-    """vLLM's function of this name, for n requests with m draft tokens.
-
-    Args:
-        draft_token_ids: int32 ``[m]``.
-        num_draft_tokens: n draft lengths.
-        max_spec_len: longest draft of a request.
-        cu_num_draft_tokens: int32 ``[n]``, cumulative draft lengths.
-        draft_probs: unused; the hook's drafts have none.
-        target_logits: float32 ``[m, vocab_size]``, after all of the request's parameters.
-        bonus_token_ids: int64 ``[n, 1]``, sampled after each draft's last token.
-        unused: arguments for vLLM's own drafts.
-
-    Returns:
-        int32 ``[n, max_spec_len + 1]``: accepted tokens and one more, then -1.
-    """
-    counts = np.array(num_draft_tokens)
-    drawn = _draw(target_logits, counts, sampling_metadata).numpy()
-    is_wrong = drawn != draft_token_ids.numpy()
-    num_wrong = np.concatenate([[0], np.cumsum(is_wrong)])
-    ends = cu_num_draft_tokens.numpy()
-    starts = ends - counts
-    requests = np.repeat(np.arange(len(counts)), counts)
-    (emitted,) = (num_wrong[:-1] == num_wrong[starts[requests]]).nonzero()
-    rows = requests[emitted]
-    is_right = num_wrong[ends] == num_wrong[starts]
-    found = np.full((len(counts), max_spec_len + 1), PLACEHOLDER_TOKEN_ID, np.int32)
-    found[rows, emitted - starts[rows]] = drawn[emitted]
-    found[is_right, counts[is_right]] = bonus_token_ids[is_right, 0].numpy()
-    return torch.from_numpy(found)
-
-
-def _draw(
-    logits: torch.Tensor, counts: Int64Array, sampling_metadata: SamplingMetadata
-) -> torch.Tensor:
-    """Samples a token for each row: int64 ``[m]``, the most_likely one for greedy requests."""
-    if sampling_metadata.all_greedy:
-        return logits.argmax(-1)
-    temperatures = sampling_metadata.temperature
-    assert temperatures is not None
-    is_random = np.repeat(temperatures.numpy() != GREEDY_TEMPERATURE, counts)
-    places = rejection_sampler.generate_uniform_probs(
-        len(logits), counts.tolist(), sampling_metadata.generators, logits.device
+def is_plain(sampling_metadata: SamplingMetadata) -> bool:
+    """Whether the requests have only parameters that :meth:`Drawing.all_tokens` supports."""
+    holder = sampling_metadata.thinking_budget_state_holder
+    return (
+        sampling_metadata.max_num_logprobs is None
+        and sampling_metadata.no_penalties
+        and sampling_metadata.allowed_token_ids_mask is None
+        and not sampling_metadata.bad_words_token_ids
+        and not sampling_metadata.logprob_token_ids
+        and not (holder is not None and holder.has_tracked_requests())
+        and not any(map(_is_used, sampling_metadata.logitsprocs.all))
     )
-    drawn = torch.empty(len(logits), dtype=torch.int64)
-    greedy, random = (torch.from_numpy(each.nonzero()[0]) for each in (~is_random, is_random))
-    drawn[greedy] = logits[greedy].argmax(-1)
-    cumulative = logits[random].softmax(-1).cumsum(-1, dtype=torch.float64)
-    sought = (places[random] * cumulative[:, -1]).unsqueeze(1)
-    found = torch.searchsorted(cumulative, sought, right=True).squeeze(1)
-    drawn[random] = found.clamp_(max=logits.shape[1] - 1)
+
+
+def _is_used(processor: LogitsProcessor) -> bool:
+    names = [name for kind, name in _STATE.items() if isinstance(processor, kind)]
+    return not names or any(getattr(processor, name) for name in names)
+
+
+class Drawing:
+    """Samples the tokens of steps of n requests with m draft tokens.
+
+    All methods return int32 ``[n, longest draft + 1]``: accepted tokens and one more, then -1.
+    """
+
+    def __init__(self) -> None:
+        self._verifier = Verifier()
+
+    def all_tokens(
+        self,
+        metadata: SpecDecodeMetadata,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> torch.Tensor:
+        """Samples also the tokens after the drafts.
+
+        Args:
+            metadata: the drafts.
+            logits: ``[m + n, vocab_size]``.
+            sampling_metadata: the requests' parameters, as :func:`is_plain` allows them.
+        """
+        counts, ends = np.array(metadata.num_draft_tokens), metadata.cu_num_sampled_tokens
+        return self._draw_all(logits, counts, ends, metadata.draft_token_ids, sampling_metadata)
+
+    def next_tokens(
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata
+    ) -> torch.Tensor:
+        """Samples a token of each request, without drafts, from ``logits`` ``[n, vocab_size]``."""
+        counts, ends = np.zeros(len(logits), np.int64), torch.arange(1, len(logits) + 1)
+        return self._draw_all(logits, counts, ends, torch.zeros(0), sampling_metadata)
+
+    def rejection_sample(
+        self,
+        draft_token_ids: torch.Tensor,
+        num_draft_tokens: list[int],
+        max_spec_len: int,
+        cu_num_draft_tokens: torch.Tensor,
+        draft_probs: torch.Tensor | None,
+        target_logits: torch.Tensor,
+        bonus_token_ids: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        **unused: Any,
+    ) -> torch.Tensor:
+        """vLLM's function of this name; the tokens after the drafts are given.
+
+        Args:
+            draft_token_ids: int32 ``[m]``.
+            num_draft_tokens: n draft lengths.
+            max_spec_len: unused, as are ``cu_num_draft_tokens`` and ``unused``.
+            cu_num_draft_tokens: int32 ``[n]``.
+            draft_probs: unused; the hook's drafts have none.
+            target_logits: float32 ``[m, vocab_size]``, after all of the requests' parameters.
+            bonus_token_ids: ``[n, 1]``, sampled after each draft's last token.
+            sampling_metadata: the requests' parameters.
+            unused: arguments for vLLM's own drafts.
+        """
+        counts = np.array(num_draft_tokens)
+        scales = np.sign(_scales(sampling_metadata, len(counts)))
+        bonus = bonus_token_ids[:, 0].numpy().astype(np.int64)
+        places = _places(counts, sampling_metadata)
+        return self._verify(target_logits, counts, draft_token_ids, scales, places, bonus)
+
+    def _draw_all(
+        self,
+        logits: torch.Tensor,
+        counts: Int64Array,
+        ends: torch.Tensor,
+        drafts: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> torch.Tensor:
+        logits, scales = logits.to(torch.float32), _scales(sampling_metadata, len(counts))
+        if sampling_metadata.top_k is not None or sampling_metadata.top_p is not None:
+            logits = rejection_sampler.apply_sampling_constraints(
+                logits.clone(), ends, sampling_metadata
+            )
+            scales = np.sign(scales)
+        bonus, places = np.full(len(counts), NOT_DRAWN), _places(counts + 1, sampling_metadata)
+        return self._verify(logits, counts, drafts, scales, places, bonus)
+
+    def _verify(
+        self, logits: torch.Tensor, counts: Int64Array, drafts: torch.Tensor, *others: Any
+    ) -> torch.Tensor:
+        found = self._verifier.verify(logits.numpy(), counts, drafts.numpy(), *others)
+        return torch.from_numpy(found)
+
+
+def _scales(sampling_metadata: SamplingMetadata, num_requests: int) -> Float32Array:
+    """float32 ``[n]``: factors of the requests' logits; 0 for greedy requests."""
+    temperatures = sampling_metadata.temperature
+    if sampling_metadata.all_greedy or temperatures is None:
+        return np.zeros(num_requests, np.float32)
+    of = temperatures.numpy()
+    is_sampled = of != GREEDY_TEMPERATURE
+    scales = np.zeros(num_requests, np.float32)
+    np.divide(1.0, of, out=scales, where=is_sampled)
+    return np.maximum(scales, _MIN_SCALE, out=scales, where=is_sampled)
+
+
+def _places(counts: Int64Array, sampling_metadata: SamplingMetadata) -> Float64Array:
+    """float64 ``[sum(counts)]``: random numbers, from the requests' own generators if any."""
+    num_rows = int(counts.sum())
+    if sampling_metadata.all_greedy:
+        return np.zeros(num_rows)
+    drawn: Float64Array = rejection_sampler.generate_uniform_probs(
+        num_rows, counts.tolist(), sampling_metadata.generators, torch.device("cpu")
+    ).numpy()
     return drawn

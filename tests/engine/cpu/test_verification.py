@@ -6,16 +6,30 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
 from vllm.triton_utils.dispatcher import KernelOverride
 from vllm.utils import cpu_triton_utils
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.logits_processor import (
+    BUILTIN_LOGITS_PROCESSORS,
+    BatchUpdate,
+    LogitsProcessor,
+    LogitsProcessors,
+)
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
 
 import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be imported first
 from specserve.engine.cpu import verification
-from tests.engine.sampling_metadata import sampling_metadata
+from specserve.engine.cpu.kernels import repair_kernels
+from specserve.engine.logits_processors import PROCESSORS, extra_args
+from specserve.engine.text_request import TextRequest
+from tests.engine.sampling_metadata import drafts_metadata, sampling_metadata
 
 VOCAB_SIZE = 12
-VLLMS = rejection_sampler.rejection_sample
+VLLMS, VLLMS_FORWARD = rejection_sampler.rejection_sample, RejectionSampler.forward
+VLLMS_SAMPLER = Sampler.forward
 NONE = -1
 
 
@@ -25,8 +39,13 @@ def _in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = rejection_sampler._rejection_greedy_sample
     kernel = KernelOverride(launcher.kernel, cpu_triton_utils._rejection_greedy_sample_kernel_impl)
     monkeypatch.setattr(launcher, "kernel", kernel)
-    monkeypatch.setattr(rejection_sampler, "rejection_sample", rejection_sampler.rejection_sample)
+    for name in ("rejection_sample", "apply_top_k_top_p", "expand_batch_to_tokens"):
+        monkeypatch.setattr(rejection_sampler, name, getattr(rejection_sampler, name))
+    for sampler in (RejectionSampler, Sampler):
+        monkeypatch.setattr(sampler, "forward", sampler.forward)
+    repair_kernels()
     verification.verify_by_drawing()
+    verification.sample_by_drawing()
 
 
 def verify(
@@ -138,3 +157,189 @@ def test_a_seed_gives_the_same_tokens_in_any_batch() -> None:
         return verify(drafts, rows, [1.0] * (others + 1), generators)[-1]
 
     assert written(0) == written(3) == written(1)
+
+
+def step(
+    drafts: Sequence[Sequence[int]],
+    logits: torch.Tensor,
+    temperatures: Sequence[float],
+    **fields: object,
+) -> list[list[int]]:
+    """The tokens of each request of a step, from vLLM's rejection sampler.
+
+    The requests have ``len(draft) + 1`` rows of logits each.
+    """
+    parameters = sampling_metadata(
+        len(drafts),
+        temperature=torch.tensor(temperatures),
+        all_greedy=not any(temperatures),
+        all_random=all(temperatures),
+        **fields,
+    )
+    found = RejectionSampler(Sampler())(drafts_metadata(drafts), None, logits, parameters)
+    assert found.logprobs_tensors is None
+    return [[token for token in row if token != NONE] for row in found.sampled_token_ids.tolist()]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e30])
+@pytest.mark.parametrize("fields", [{}, {"top_k": 1}])
+def test_a_step_draws_the_token_after_a_draft(temperature: float, fields: dict[str, int]) -> None:
+    drafts = [[3, 4, 5], [6], [], [2, 8]]
+    logits = of_tokens([3, 4, 5, 9, 7, 1, 10, 2, 7, 1])
+    if temperature > 1:
+        logits[logits == 0] = -torch.inf
+    given = {name: torch.full((4,), value) for name, value in fields.items()}
+    written = step(drafts, logits, [temperature] * 4, **given)
+    assert written == [[3, 4, 5, 9], [7], [10], [2, 7]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_greedy_step_gives_the_tokens_that_vllm_gives(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        counts = rng.integers(0, 5, 6)
+        counts[0] = 4
+        drafts = [rng.integers(0, 3, count).tolist() for count in counts]
+        rows = rng.integers(0, 3, (counts.sum() + 6, 3)).astype(np.float32)
+        logits = torch.from_numpy(rows).to(dtype)
+        ours = step(drafts, logits.clone(), [0.0] * 6)
+        with monkeypatch.context() as patch:
+            patch.setattr(rejection_sampler, "rejection_sample", VLLMS)
+            patch.setattr(RejectionSampler, "forward", VLLMS_FORWARD)
+            assert step(drafts, logits.clone(), [0.0] * 6) == ours
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.5, None, None), (1.5, 5, None), (1.0, None, 0.8)]
+)
+def test_all_tokens_of_a_step_have_the_models_distribution(
+    temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    torch.manual_seed(0)
+    size, vocab_size = 20_000, 600  # more than one block of tokens
+    logits = 4 * torch.randn(2, vocab_size)
+    logits[:, 300] = -torch.inf
+    kept = rejection_sampler.apply_top_k_top_p(
+        logits / temperature,
+        None if top_k is None else torch.tensor([top_k] * 2),
+        None if top_p is None else torch.tensor([top_p] * 2),
+    )
+    probabilities = kept.double().softmax(-1).numpy()
+    draft = int(probabilities[0].argmax())
+    given = {
+        "top_k": None if top_k is None else torch.full((size,), top_k),
+        "top_p": None if top_p is None else torch.full((size,), top_p),
+    }
+    written = step([[draft]] * size, logits.repeat(size, 1), [temperature] * size, **given)
+    firsts = [each[0] for each in written]
+    seconds = [each[1] for each in written if each[0] == draft]
+    assert all(len(each) == 1 for each in written if each[0] != draft)
+    parameters = sampling_metadata(
+        size, temperature=torch.full((size,), temperature), all_greedy=False, **given
+    )
+    plain = Sampler()(logits[:1].repeat(size, 1), parameters).sampled_token_ids[:, 0].tolist()
+    of_tokens = (firsts, probabilities[0]), (seconds, probabilities[1]), (plain, probabilities[0])
+    for tokens, expected in of_tokens:
+        found = np.bincount(tokens, minlength=vocab_size)
+        assert not found[expected == 0].any()
+        rare = len(tokens) * expected < 5
+        groups = np.where(rare, 0, np.arange(1, vocab_size + 1))[expected > 0]
+        found, expected = (
+            np.bincount(groups, each[expected > 0])[np.unique(groups)] for each in (found, expected)
+        )
+        assert chisquare(found, len(tokens) * expected / expected.sum()).pvalue > 1e-4
+
+
+def test_a_seed_gives_the_same_step_in_any_batch() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, VOCAB_SIZE)
+
+    def written(others: int) -> list[int]:
+        rows = torch.cat([torch.randn(2 * others, VOCAB_SIZE), logits])
+        generators = {others: torch.Generator().manual_seed(7)}
+        drafts = [[1]] * others + [logits.argmax(-1).tolist()[:2]]
+        return step(drafts, rows, [1.0] * (others + 1), generators=generators)[-1]
+
+    assert written(0) == written(3) == written(1)
+
+
+def test_a_step_without_drafts_has_the_tokens_that_vllm_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    logits = torch.randint(0, 3, (6, 4)).float()
+
+    def written(temperature: float, seeds: Sequence[int]) -> list[list[int]]:
+        parameters = sampling_metadata(
+            6,
+            temperature=torch.full((6,), temperature),
+            all_greedy=not temperature,
+            all_random=temperature > 0,
+            generators={row: torch.Generator().manual_seed(seed) for row, seed in enumerate(seeds)},
+        )
+        found: list[list[int]] = Sampler()(logits.clone(), parameters).sampled_token_ids.tolist()
+        return found
+
+    def both() -> list[list[list[int]]]:
+        return [written(0.0, []), written(1.0, range(6))]
+
+    ours = both()
+    monkeypatch.setattr(Sampler, "forward", VLLMS_SAMPLER)
+    assert both() == ours
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_num_logprobs": 0},
+        {"no_penalties": False},
+        {"allowed_token_ids_mask": torch.zeros(1, VOCAB_SIZE, dtype=torch.bool)},
+        {"bad_words_token_ids": {0: [[3]]}},
+        {"logprob_token_ids": {0: [3]}},
+    ],
+)
+def test_a_step_with_a_parameter_that_changes_or_reports_logits_is_vllms(
+    fields: dict[str, object],
+) -> None:
+    assert verification.is_plain(sampling_metadata(1))
+    assert not verification.is_plain(sampling_metadata(1, **fields))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(min_p=0.1),
+        SamplingParams(logit_bias={3: 1.0}),
+        SamplingParams(min_tokens=2, stop_token_ids=[3]),
+        SamplingParams(extra_args=extra_args(TextRequest(inputs="a", typical_p=0.5))),
+        SamplingParams(extra_args=extra_args(TextRequest(inputs="a", watermark=True))),
+    ],
+)
+def test_a_step_with_a_used_logits_processor_is_vllms(params: SamplingParams) -> None:
+    processors = LogitsProcessors(
+        processor(VllmConfig(), torch.device("cpu"), False)
+        for processor in (*BUILTIN_LOGITS_PROCESSORS, *PROCESSORS)
+    )
+    metadata = sampling_metadata(1, logitsprocs=processors)
+    assert verification.is_plain(metadata)
+    for each in processors.all:
+        each.update_state(BatchUpdate(1, [], [(0, params, [1], [])], []))
+    assert not verification.is_plain(metadata)
+
+
+def test_a_step_with_an_unknown_logits_processor_is_vllms() -> None:
+    class Unknown(LogitsProcessor):
+        def __init__(self, *_: object) -> None: ...
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            return logits
+
+        def is_argmax_invariant(self) -> bool:
+            return True
+
+        def update_state(self, batch_update: BatchUpdate | None) -> None: ...
+
+    metadata = sampling_metadata(1, logitsprocs=LogitsProcessors([Unknown()]))
+    assert not verification.is_plain(metadata)

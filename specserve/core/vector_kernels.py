@@ -1,4 +1,4 @@
-"""Float32 arithmetic of the drafters' compiled kernels, for one CPU core.
+"""Float32 arithmetic of compiled kernels, for one CPU core.
 
 Weights are uint16 arrays that hold bfloat16. Loops are written so that LLVM makes vector
 instructions of them: several sums share what they read, because reading is what takes the time.
@@ -20,7 +20,7 @@ def as_float32(bits):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _exp(x):  # type: ignore[no-untyped-def]
+def exp(x):  # type: ignore[no-untyped-def]
     """``exp(x)`` for ``x <= 0`` to 7 digits; the loop of the caller becomes vector instructions.
 
     ``2^n (1 + r + ... + r^6 / 6!)`` with ``x = n ln 2 + r``; 2^n is made from its bits.
@@ -102,7 +102,7 @@ def attend(queries, entries, scale, scores, out):  # type: ignore[no-untyped-def
         for t in range(seen):
             highest = max(highest, scores[t, head])
         for t in range(seen):
-            scores[t, head] = _exp((scores[t, head] - highest) * scale)
+            scores[t, head] = exp((scores[t, head] - highest) * scale)
             total += scores[t, head]
         for t in range(seen):
             scores[t, head] /= total
@@ -195,5 +195,5 @@ def most_likely(logits):  # type: ignore[no-untyped-def]
         if logits[i] > highest:
             best, highest = i, logits[i]
     for i in range(logits.shape[0]):
-        total += _exp(logits[i] - highest)
+        total += exp(logits[i] - highest)
     return best, np.float32(1.0) / total if total >= 1.0 else np.float32(0.0)  # 0 for NaN
