@@ -65,7 +65,10 @@ def sample_by_drawing() -> None:
             return vllms(
                 sampler, logits, sampling_metadata, predict_bonus_token, logprobs_mode_override
             )
-        return SamplerOutput(drawing.next_tokens(logits, sampling_metadata), None)
+        tokens = drawing.all_tokens(
+            logits, np.zeros(len(logits), np.int64), torch.zeros(0), sampling_metadata
+        )
+        return SamplerOutput(tokens, None)
 
     Sampler.forward = forward
 
@@ -81,9 +84,11 @@ def verify_by_drawing() -> None:
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        if is_plain(sampling_metadata):
-            return SamplerOutput(drawing.all_tokens(metadata, logits, sampling_metadata), None)
-        return vllms(sampler, metadata, draft_probs, logits, sampling_metadata)
+        if not is_plain(sampling_metadata):
+            return vllms(sampler, metadata, draft_probs, logits, sampling_metadata)
+        counts = np.array(metadata.num_draft_tokens)
+        tokens = drawing.all_tokens(logits, counts, metadata.draft_token_ids, sampling_metadata)
+        return SamplerOutput(tokens, None)
 
     RejectionSampler.forward = forward
     rejection_sampler.rejection_sample = drawing.rejection_sample
@@ -119,26 +124,28 @@ class Drawing:
 
     def all_tokens(
         self,
-        metadata: SpecDecodeMetadata,
         logits: torch.Tensor,
+        counts: Int64Array,
+        drafts: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> torch.Tensor:
         """Samples also the tokens after the drafts.
 
         Args:
-            metadata: the drafts.
-            logits: ``[m + n, vocab_size]``.
+            logits: ``[m + n, vocab_size]``; each request has a row more than draft tokens.
+            counts: int64 ``[n]``, draft tokens of each request.
+            drafts: int32 ``[m]``.
             sampling_metadata: the requests' parameters, as :func:`is_plain` allows them.
         """
-        counts, ends = np.array(metadata.num_draft_tokens), metadata.cu_num_sampled_tokens
-        return self._draw_all(logits, counts, ends, metadata.draft_token_ids, sampling_metadata)
-
-    def next_tokens(
-        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata
-    ) -> torch.Tensor:
-        """Samples a token of each request, without drafts, from ``logits`` ``[n, vocab_size]``."""
-        counts, ends = np.zeros(len(logits), np.int64), torch.arange(1, len(logits) + 1)
-        return self._draw_all(logits, counts, ends, torch.zeros(0), sampling_metadata)
+        logits, scales = logits.to(torch.float32), _scales(sampling_metadata, len(counts))
+        if sampling_metadata.top_k is not None or sampling_metadata.top_p is not None:
+            ends = torch.from_numpy((counts + 1).cumsum())
+            logits = rejection_sampler.apply_sampling_constraints(
+                logits.clone(), ends, sampling_metadata
+            )
+            scales = np.sign(scales)
+        bonus, places = np.full(len(counts), NOT_DRAWN), _places(counts + 1, sampling_metadata)
+        return self._verify(logits, counts, drafts, scales, places, bonus)
 
     def rejection_sample(
         self,
@@ -170,23 +177,6 @@ class Drawing:
         bonus = bonus_token_ids[:, 0].numpy().astype(np.int64)
         places = _places(counts, sampling_metadata)
         return self._verify(target_logits, counts, draft_token_ids, scales, places, bonus)
-
-    def _draw_all(
-        self,
-        logits: torch.Tensor,
-        counts: Int64Array,
-        ends: torch.Tensor,
-        drafts: torch.Tensor,
-        sampling_metadata: SamplingMetadata,
-    ) -> torch.Tensor:
-        logits, scales = logits.to(torch.float32), _scales(sampling_metadata, len(counts))
-        if sampling_metadata.top_k is not None or sampling_metadata.top_p is not None:
-            logits = rejection_sampler.apply_sampling_constraints(
-                logits.clone(), ends, sampling_metadata
-            )
-            scales = np.sign(scales)
-        bonus, places = np.full(len(counts), NOT_DRAWN), _places(counts + 1, sampling_metadata)
-        return self._verify(logits, counts, drafts, scales, places, bonus)
 
     def _verify(
         self, logits: torch.Tensor, counts: Int64Array, drafts: torch.Tensor, *others: Any
