@@ -198,10 +198,10 @@ class RemoteAskPolicy(AskPolicy):
             self._waits_since = None
         else:
             asked = self._probe(context, waits_s, credit_s)
-        if self.is_slow and not asked.any():
-            self._interval = min(2 * self._interval, MAX_DECISION_INTERVAL)
-        else:  # a probe without an answer is soon repeated, because its text is followed meanwhile
-            self._interval = MAX_ASK_INTERVAL
+        # A followed text costs time in each step, and it may soon end. So a probe is not delayed.
+        is_probing = asked.any() or self._waits_since is not None
+        longer = min(2 * self._interval, MAX_DECISION_INTERVAL)
+        self._interval = longer if self.is_slow and not is_probing else MAX_ASK_INTERVAL
         return asked
 
     def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float) -> None:
@@ -246,7 +246,7 @@ class RemoteAskPolicy(AskPolicy):
             return asked
         row = int(np.where(able, context.values, np.inf).argmin())
         asked[row] = limits[row]
-        if waits_s[row] == 0.0:  # else the source only reads the text, and no step waits for it
+        if waits_s[row] == 0.0:  # else the source only reads the text
             self._spend(credit_s, price_s, context.costs.plain)
         self._is_probe, self._waits_since = True, None
         return asked

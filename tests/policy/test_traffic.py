@@ -321,16 +321,18 @@ class FollowingSource(FakeRemote):
         return list(RIGHT) if self.is_able and is_whole else [WRONG] * len(RIGHT)
 
 
+@pytest.mark.parametrize("text_steps", [20, 40])
 def test_a_source_that_needs_whole_texts_is_probed_rarely_and_used_once_right(
-    clock: Clock,
+    clock: Clock, text_steps: int
 ) -> None:
     source = FollowingSource(clock)
     traffic = Traffic({"mtp": source}, clock, slots=range(4))
+    interval = text_steps // 4
 
     def run(num_steps: int) -> None:
         for step in range(num_steps):
-            if step % 10 == 0:  # a text of 40 steps ends, and another one begins
-                slot = step // 10 % 4
+            if step % interval == 0:  # a text ends, and another one begins
+                slot = step // interval % 4
                 traffic.close(slot)
                 traffic.open(slot)
             for slot in source.ages:

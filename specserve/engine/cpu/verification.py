@@ -1,4 +1,4 @@
-"""Samples tokens and verifies drafts without probabilities on CPU, with one random number for each.
+"""Samples tokens on CPU and verifies drafts without probabilities, by one random number per token.
 
 vLLM's rejection sampler (arXiv 2211.17192) accepts a draft token with its target probability. It
 also draws a replacement for every draft token, with a random number for each token of the
@@ -32,12 +32,9 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from specserve.core.types import Float32Array, Float64Array, Int64Array
-from specserve.engine.cpu.drawing import NOT_DRAWN, Verifier
+from specserve.engine.cpu.drawing import Verifier
 
-_MIN_SCALE = 1e-30
-"""Least factor of the logits of a sampled request, for temperatures that are almost infinite."""
-
-_STATE = {
+_USERS = {
     AdapterLogitsProcessor: "req_info",
     LogitBiasLogitsProcessor: "biases",
     MinPLogitsProcessor: "min_p_count",
@@ -49,8 +46,8 @@ _STATE = {
 def sample_by_drawing() -> None:
     """Replaces the sampling of steps without drafts in vLLM's sampler, in this process.
 
-    vLLM draws a random number for each token of the vocabulary. Steps with a request that has a
-    ``seed`` stay vLLM's, so that the seed gives the same text as in ``vllm serve``.
+    vLLM draws a random number for each token of the vocabulary. If any request has a ``seed``, the
+    step stays vLLM's: the seed must give the text of ``vllm serve``, whatever runs beside it.
     """
     drawing, vllms = Drawing(), Sampler.forward
 
@@ -61,14 +58,12 @@ def sample_by_drawing() -> None:
         predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
-        if sampling_metadata.generators or predict_bonus_token or not is_plain(sampling_metadata):
+        if predict_bonus_token or not is_plain(sampling_metadata):
             return vllms(
                 sampler, logits, sampling_metadata, predict_bonus_token, logprobs_mode_override
             )
-        tokens = drawing.all_tokens(
-            logits, np.zeros(len(logits), np.int64), torch.zeros(0), sampling_metadata
-        )
-        return SamplerOutput(tokens, None)
+        counts, drafts = np.zeros(len(logits), np.int64), torch.zeros(0, dtype=torch.int32)
+        return SamplerOutput(drawing.all_tokens(logits, counts, drafts, sampling_metadata), None)
 
     Sampler.forward = forward
 
@@ -98,7 +93,8 @@ def is_plain(sampling_metadata: SamplingMetadata) -> bool:
     """Whether the requests have only parameters that :meth:`Drawing.all_tokens` supports."""
     holder = sampling_metadata.thinking_budget_state_holder
     return (
-        sampling_metadata.max_num_logprobs is None
+        not sampling_metadata.generators
+        and sampling_metadata.max_num_logprobs is None
         and sampling_metadata.no_penalties
         and sampling_metadata.allowed_token_ids_mask is None
         and not sampling_metadata.bad_words_token_ids
@@ -109,8 +105,11 @@ def is_plain(sampling_metadata: SamplingMetadata) -> bool:
 
 
 def _is_used(processor: LogitsProcessor) -> bool:
-    names = [name for kind, name in _STATE.items() if isinstance(processor, kind)]
-    return not names or any(getattr(processor, name) for name in names)
+    """Whether a processor may change logits in this step. An unknown one may."""
+    for kind, name in _USERS.items():
+        if type(processor).apply is kind.apply:
+            return bool(getattr(processor, name))
+    return True
 
 
 class Drawing:
@@ -132,7 +131,8 @@ class Drawing:
         """Samples also the tokens after the drafts.
 
         Args:
-            logits: ``[m + n, vocab_size]``; each request has a row more than draft tokens.
+            logits: ``[m + n, vocab_size]``; each request has a row more than draft tokens. They
+                may be changed.
             counts: int64 ``[n]``, draft tokens of each request.
             drafts: int32 ``[m]``.
             sampling_metadata: the requests' parameters, as :func:`is_plain` allows them.
@@ -140,12 +140,11 @@ class Drawing:
         logits, scales = logits.to(torch.float32), _scales(sampling_metadata, len(counts))
         if sampling_metadata.top_k is not None or sampling_metadata.top_p is not None:
             ends = torch.from_numpy((counts + 1).cumsum())
-            logits = rejection_sampler.apply_sampling_constraints(
-                logits.clone(), ends, sampling_metadata
-            )
+            logits = rejection_sampler.apply_sampling_constraints(logits, ends, sampling_metadata)
             scales = np.sign(scales)
-        bonus, places = np.full(len(counts), NOT_DRAWN), _places(counts + 1, sampling_metadata)
-        return self._verify(logits, counts, drafts, scales, places, bonus)
+        randoms = _randoms(counts + 1, sampling_metadata)
+        found = self._verifier.verify(logits.numpy(), counts, drafts.numpy(), scales, randoms)
+        return torch.from_numpy(found)
 
     def rejection_sample(
         self,
@@ -164,8 +163,8 @@ class Drawing:
         Args:
             draft_token_ids: int32 ``[m]``.
             num_draft_tokens: n draft lengths.
-            max_spec_len: unused, as are ``cu_num_draft_tokens`` and ``unused``.
-            cu_num_draft_tokens: int32 ``[n]``.
+            max_spec_len: unused.
+            cu_num_draft_tokens: unused.
             draft_probs: unused; the hook's drafts have none.
             target_logits: float32 ``[m, vocab_size]``, after all of the requests' parameters.
             bonus_token_ids: ``[n, 1]``, sampled after each draft's last token.
@@ -175,29 +174,24 @@ class Drawing:
         counts = np.array(num_draft_tokens)
         scales = np.sign(_scales(sampling_metadata, len(counts)))
         bonus = bonus_token_ids[:, 0].numpy().astype(np.int64)
-        places = _places(counts, sampling_metadata)
-        return self._verify(target_logits, counts, draft_token_ids, scales, places, bonus)
-
-    def _verify(
-        self, logits: torch.Tensor, counts: Int64Array, drafts: torch.Tensor, *others: Any
-    ) -> torch.Tensor:
-        found = self._verifier.verify(logits.numpy(), counts, drafts.numpy(), *others)
-        return torch.from_numpy(found)
+        logits, drafts = target_logits.numpy(), draft_token_ids.numpy()
+        randoms = _randoms(counts, sampling_metadata)
+        return torch.from_numpy(
+            self._verifier.verify(logits, counts, drafts, scales, randoms, bonus)
+        )
 
 
 def _scales(sampling_metadata: SamplingMetadata, num_requests: int) -> Float32Array:
     """float32 ``[n]``: factors of the requests' logits; 0 for greedy requests."""
-    temperatures = sampling_metadata.temperature
-    if sampling_metadata.all_greedy or temperatures is None:
-        return np.zeros(num_requests, np.float32)
-    of = temperatures.numpy()
-    is_sampled = of != GREEDY_TEMPERATURE
     scales = np.zeros(num_requests, np.float32)
-    np.divide(1.0, of, out=scales, where=is_sampled)
-    return np.maximum(scales, _MIN_SCALE, out=scales, where=is_sampled)
+    if not sampling_metadata.all_greedy:
+        assert sampling_metadata.temperature is not None
+        temperatures = sampling_metadata.temperature.numpy()
+        np.divide(1.0, temperatures, out=scales, where=temperatures != GREEDY_TEMPERATURE)
+    return scales
 
 
-def _places(counts: Int64Array, sampling_metadata: SamplingMetadata) -> Float64Array:
+def _randoms(counts: Int64Array, sampling_metadata: SamplingMetadata) -> Float64Array:
     """float64 ``[sum(counts)]``: random numbers, from the requests' own generators if any."""
     num_rows = int(counts.sum())
     if sampling_metadata.all_greedy:

@@ -20,9 +20,10 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
 import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be imported first
+from specserve.core.types import Float64Array
 from specserve.engine.cpu import verification
 from specserve.engine.cpu.kernels import repair_kernels
-from specserve.engine.logits_processors import PROCESSORS, extra_args
+from specserve.engine.logits_processors import PROCESSORS, TypicalSampling, extra_args
 from specserve.engine.text_request import TextRequest
 from tests.engine.sampling_metadata import drafts_metadata, sampling_metadata
 
@@ -180,13 +181,11 @@ def step(
     return [[token for token in row if token != NONE] for row in found.sampled_token_ids.tolist()]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e30])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("fields", [{}, {"top_k": 1}])
 def test_a_step_draws_the_token_after_a_draft(temperature: float, fields: dict[str, int]) -> None:
     drafts = [[3, 4, 5], [6], [], [2, 8]]
     logits = of_tokens([3, 4, 5, 9, 7, 1, 10, 2, 7, 1])
-    if temperature > 1:
-        logits[logits == 0] = -torch.inf
     given = {name: torch.full((4,), value) for name, value in fields.items()}
     written = step(drafts, logits, [temperature] * 4, **given)
     assert written == [[3, 4, 5, 9], [7], [10], [2, 7]]
@@ -201,7 +200,7 @@ def test_a_greedy_step_gives_the_tokens_that_vllm_gives(
         counts = rng.integers(0, 5, 6)
         counts[0] = 4
         drafts = [rng.integers(0, 3, count).tolist() for count in counts]
-        rows = rng.integers(0, 3, (counts.sum() + 6, 3)).astype(np.float32)
+        rows = rng.integers(0, 4, (counts.sum() + 6, 1000)).astype(np.float32)
         logits = torch.from_numpy(rows).to(dtype)
         ours = step(drafts, logits.clone(), [0.0] * 6)
         with monkeypatch.context() as patch:
@@ -210,45 +209,75 @@ def test_a_greedy_step_gives_the_tokens_that_vllm_gives(
             assert step(drafts, logits.clone(), [0.0] * 6) == ours
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0.5, None, None), (1.5, 5, None), (1.0, None, 0.8)]
-)
-def test_all_tokens_of_a_step_have_the_models_distribution(
-    temperature: float, top_k: int | None, top_p: float | None
-) -> None:
+def test_all_tokens_of_a_step_have_the_models_distribution() -> None:
     torch.manual_seed(0)
-    size, vocab_size = 20_000, 600  # more than one block of tokens
+    number, vocab_size = 8_000, 600  # more than one block of tokens
     logits = 4 * torch.randn(2, vocab_size)
     logits[:, 300] = -torch.inf
-    kept = rejection_sampler.apply_top_k_top_p(
-        logits / temperature,
-        None if top_k is None else torch.tensor([top_k] * 2),
-        None if top_p is None else torch.tensor([top_p] * 2),
+    parameters = [(0.5, vocab_size, 1.0), (0.0, vocab_size, 1.0), (1.5, 5, 1.0), (1.0, 9, 0.8)]
+    temperatures, top_k, top_p = (torch.tensor(each) for each in zip(*parameters, strict=True))
+    first = int(logits[0].argmax())
+    drafts, rows = [[first], [first], [], [first]], [0, 1, 0, 1, 0, 0, 1]
+    written = step(
+        drafts * number,
+        logits[rows].repeat(number, 1),
+        temperatures.repeat(number).tolist(),
+        top_k=top_k.repeat(number),
+        top_p=top_p.repeat(number),
     )
-    probabilities = kept.double().softmax(-1).numpy()
-    draft = int(probabilities[0].argmax())
-    given = {
-        "top_k": None if top_k is None else torch.full((size,), top_k),
-        "top_p": None if top_p is None else torch.full((size,), top_p),
-    }
-    written = step([[draft]] * size, logits.repeat(size, 1), [temperature] * size, **given)
-    firsts = [each[0] for each in written]
-    seconds = [each[1] for each in written if each[0] == draft]
-    assert all(len(each) == 1 for each in written if each[0] != draft)
-    parameters = sampling_metadata(
-        size, temperature=torch.full((size,), temperature), all_greedy=False, **given
-    )
-    plain = Sampler()(logits[:1].repeat(size, 1), parameters).sampled_token_ids[:, 0].tolist()
-    of_tokens = (firsts, probabilities[0]), (seconds, probabilities[1]), (plain, probabilities[0])
-    for tokens, expected in of_tokens:
-        found = np.bincount(tokens, minlength=vocab_size)
-        assert not found[expected == 0].any()
-        rare = len(tokens) * expected < 5
-        groups = np.where(rare, 0, np.arange(1, vocab_size + 1))[expected > 0]
-        found, expected = (
-            np.bincount(groups, each[expected > 0])[np.unique(groups)] for each in (found, expected)
+    greedy = written[1::4]
+    assert greedy == [[first, int(logits[1].argmax())]] * number
+    for kind in (0, 2, 3):
+        scaled = logits / temperatures[kind]
+        kept = rejection_sampler.apply_top_k_top_p(
+            scaled, top_k[kind].repeat(2), top_p[kind].repeat(2)
         )
-        assert chisquare(found, len(tokens) * expected / expected.sum()).pvalue > 1e-4
+        probabilities = kept.double().softmax(-1).numpy()
+        of_kind = written[kind::4]
+        check_distribution([each[0] for each in of_kind], probabilities[0])
+        if drafts[kind]:
+            assert all(len(each) == 1 for each in of_kind if each[0] != first)
+            seconds = [each[1] for each in of_kind if each[0] == first]
+            check_distribution(seconds, probabilities[1])
+
+
+def test_the_tokens_of_a_step_without_drafts_have_the_models_distribution() -> None:
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(600)
+    parameters = sampling_metadata(
+        8_000, temperature=torch.tensor([0.0, 0.7] * 4_000), all_greedy=False
+    )
+    tokens = Sampler()(logits.repeat(8_000, 1), parameters).sampled_token_ids[:, 0].tolist()
+    assert tokens[::2] == [int(logits.argmax())] * 4_000
+    check_distribution(tokens[1::2], (logits / 0.7).double().softmax(-1).numpy())
+
+
+def check_distribution(tokens: Sequence[int], probabilities: Float64Array) -> None:
+    """Chi-square; tokens that are expected less than five times count together."""
+    found = np.bincount(tokens, minlength=len(probabilities))
+    assert not found[probabilities == 0].any()
+    is_rare = len(tokens) * probabilities < 5
+    groups = np.where(is_rare, 0, np.arange(1, len(probabilities) + 1))[probabilities > 0]
+    observed, expected = (
+        np.bincount(groups, each[probabilities > 0])[np.unique(groups)]
+        for each in (found, len(tokens) * probabilities)
+    )
+    assert chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-4
+
+
+def test_a_seed_gives_the_same_token_beside_any_drafts() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(VOCAB_SIZE)
+
+    def seeded(row: int) -> dict[int, torch.Generator]:
+        return {row: torch.Generator().manual_seed(7)}
+
+    alone = sampling_metadata(
+        1, temperature=torch.ones(1), all_greedy=False, all_random=True, generators=seeded(0)
+    )
+    token = int(Sampler()(logits[None].clone(), alone).sampled_token_ids)
+    rows = torch.cat([torch.randn(3, VOCAB_SIZE), logits[None]])
+    assert step([[1, 2], []], rows, [1.0, 1.0], generators=seeded(1))[1] == [token]
 
 
 def test_a_seed_gives_the_same_step_in_any_batch() -> None:
@@ -292,6 +321,7 @@ def test_a_step_without_drafts_has_the_tokens_that_vllm_gives(
 @pytest.mark.parametrize(
     "fields",
     [
+        {"generators": {0: torch.Generator()}},
         {"max_num_logprobs": 0},
         {"no_penalties": False},
         {"allowed_token_ids_mask": torch.zeros(1, VOCAB_SIZE, dtype=torch.bool)},
@@ -329,9 +359,10 @@ def test_a_step_with_a_used_logits_processor_is_vllms(params: SamplingParams) ->
 
 
 def test_a_step_with_an_unknown_logits_processor_is_vllms() -> None:
-    class Unknown:
-        def is_argmax_invariant(self) -> bool:
-            return True
+    class Unknown(TypicalSampling):
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            return logits
 
-    metadata = sampling_metadata(1, logitsprocs=LogitsProcessors([Unknown()]))
+    unknown = Unknown(VllmConfig(), torch.device("cpu"), False)
+    metadata = sampling_metadata(1, logitsprocs=LogitsProcessors([unknown]))
     assert not verification.is_plain(metadata)
