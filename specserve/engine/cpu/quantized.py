@@ -1,4 +1,6 @@
-"""Emulates vLLM's quantization at load on x86 CPUs without AMX, which vLLM's kernels need.
+"""Emulates vLLM's quantization at load on x86 CPUs.
+
+vLLM's kernels need AMX. For ``int8_per_channel_weight_only`` of experts it has no CPU kernel.
 
 Weights are rounded to the values of vLLM's quantization, and stored and multiplied in the model's
 dtype. Answers are those of quantized weights; memory and speed are those of unquantized ones. GPU
@@ -28,10 +30,13 @@ from vllm.utils.deep_gemm import per_block_cast_to_fp8
 _BLOCK = 128
 
 
-def round_weights_instead() -> None:
-    """Lets vLLM round the weights, in this process, where it needs AMX kernels."""
-    linear = {kFp8Static128BlockSym: RoundedFp8Linear}
-    experts = {kFp8Static128BlockSym: RoundedFp8Experts, kInt8StaticChannelSym: RoundedInt8Experts}
+def round_weights_instead(*, has_amx: bool) -> None:
+    """Lets vLLM round the weights, in this process, where it has no kernel for this CPU."""
+    linear: dict[Any, Any] = {}
+    experts: dict[Any, Any] = {kInt8StaticChannelSym: RoundedInt8Experts}
+    if not has_amx:
+        linear[kFp8Static128BlockSym] = RoundedFp8Linear
+        experts[kFp8Static128BlockSym] = RoundedFp8Experts
     base._ONLINE_LINEAR_METHODS = base._ONLINE_LINEAR_METHODS | linear
     base._ONLINE_MOE_METHODS = base._ONLINE_MOE_METHODS | experts
 

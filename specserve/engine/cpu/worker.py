@@ -42,8 +42,8 @@ class CpuWorker(CPUWorker):
         sample_by_drawing()
         use_saved_models()
         allow_float32_experts()
-        if is_x86() and not has_amx():
-            round_weights_instead()
+        if is_x86():
+            round_weights_instead(has_amx=has_amx())
         if self.model_config.enforce_eager:
             _forbid_compilation()
         super().init_device()

@@ -58,17 +58,23 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("int8_per_channel_weight_only", RoutedExperts, RoundedInt8Experts),
     ],
 )
+@pytest.mark.parametrize("has_amx", [False, True])
 def test_vllm_resolves_the_quantization_to_our_rounding(
-    monkeypatch: pytest.MonkeyPatch, quantization: str, layer_class: type, method: type
+    monkeypatch: pytest.MonkeyPatch,
+    quantization: str,
+    layer_class: type,
+    method: type,
+    has_amx: bool,
 ) -> None:
     for table in ("_ONLINE_LINEAR_METHODS", "_ONLINE_MOE_METHODS"):
         monkeypatch.setattr(base, table, getattr(base, table))  # restored after the test
-    round_weights_instead()
+    round_weights_instead(has_amx=has_amx)
     arguments = resolve_quantization_config(quantization, None)
     assert arguments is not None
     found = base.OnlineQuantizationConfig(arguments).resolve_quant_method_cls(layer_class, "a")
     assert found is not None
-    assert found[-1] is method
+    is_ours = not has_amx or method is RoundedInt8Experts
+    assert (found[-1] is method) == is_ours
 
 
 def test_experts_get_the_values_of_vllms_int8(packed: list[Any]) -> None:
