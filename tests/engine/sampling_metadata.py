@@ -1,4 +1,4 @@
-"""The sampling metadata of a step, as vLLM's samplers get it."""
+"""What vLLM's samplers get in a step, and the CPU kernels that they run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,31 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+import pytest
 import torch
+from vllm.triton_utils.dispatcher import KernelOverride
+from vllm.utils import cpu_triton_utils
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be imported first
+from specserve.engine.cpu.verification import sample_by_drawing, verify_by_drawing
+
+
+def install_cpu_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installs vLLM's CPU kernel and our sampling, as the CPU workers do, until the test ends."""
+    launcher = rejection_sampler._rejection_greedy_sample
+    kernel = KernelOverride(launcher.kernel, cpu_triton_utils._rejection_greedy_sample_kernel_impl)
+    monkeypatch.setattr(launcher, "kernel", kernel)
+    monkeypatch.setattr(rejection_sampler, "rejection_sample", rejection_sampler.rejection_sample)
+    for sampler in (RejectionSampler, Sampler):
+        monkeypatch.setattr(sampler, "forward", sampler.forward)
+    verify_by_drawing()
+    sample_by_drawing()
 
 
 def sampling_metadata(num_requests: int, **fields: Any) -> SamplingMetadata:

@@ -11,19 +11,14 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
-from vllm.triton_utils.dispatcher import KernelOverride
-from vllm.utils import cpu_triton_utils
 from vllm.v1.outputs import LogprobsLists
-from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.rejection_sampler import RejectionSampler
-from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be imported first
-from specserve.engine.cpu.verification import sample_by_drawing, verify_by_drawing
 from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
-from tests.engine.sampling_metadata import drafts_metadata, sampling_metadata
+from tests.engine.sampling_metadata import drafts_metadata, install_cpu_sampling, sampling_metadata
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="run by vLLM's CPU kernels")
 
@@ -34,14 +29,7 @@ THINK, END = 14, 15
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Installs the CPU kernels that the workers install, and compiles nothing."""
-    launcher = rejection_sampler._rejection_greedy_sample
-    kernel = KernelOverride(launcher.kernel, cpu_triton_utils._rejection_greedy_sample_kernel_impl)
-    monkeypatch.setattr(launcher, "kernel", kernel)
-    monkeypatch.setattr(rejection_sampler, "rejection_sample", rejection_sampler.rejection_sample)
-    for sampler in (RejectionSampler, Sampler):
-        monkeypatch.setattr(sampler, "forward", sampler.forward)
-    verify_by_drawing()
-    sample_by_drawing()
+    install_cpu_sampling(monkeypatch)
     with torch.compiler.set_stance("force_eager"):
         yield
 

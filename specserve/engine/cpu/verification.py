@@ -6,9 +6,9 @@ vocabulary. Here every position is sampled from the target. Draft tokens are acc
 first that differs from the sampled token, which replaces it. For drafts without probabilities the
 distribution is the same. Positions after that one are not sampled.
 
-If no request of the step has parameters that change its logits, apart from ``temperature``,
-``top_k`` and ``top_p``, all tokens are sampled in one call. vLLM first samples the tokens after the
-drafts with its sampler, in some forty operations.
+All tokens of a step are sampled in one call, unless a request has a ``seed`` or parameters that
+change or report its logits, apart from ``temperature``, ``top_k`` and ``top_p``. vLLM first samples
+the tokens after the drafts with its sampler, in some forty operations.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ import torch
 from scipy.stats import chisquare
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
-from vllm.triton_utils.dispatcher import KernelOverride
-from vllm.utils import cpu_triton_utils
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
@@ -25,7 +23,7 @@ from specserve.engine.cpu import verification
 from specserve.engine.cpu.kernels import repair_kernels
 from specserve.engine.logits_processors import PROCESSORS, TypicalSampling, extra_args
 from specserve.engine.text_request import TextRequest
-from tests.engine.sampling_metadata import drafts_metadata, sampling_metadata
+from tests.engine.sampling_metadata import drafts_metadata, install_cpu_sampling, sampling_metadata
 
 VOCAB_SIZE = 12
 VLLMS, VLLMS_FORWARD = rejection_sampler.rejection_sample, RejectionSampler.forward
@@ -35,17 +33,11 @@ NONE = -1
 
 @pytest.fixture(autouse=True)
 def _in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installs our function and the CPU kernel that vLLM's worker installs."""
-    launcher = rejection_sampler._rejection_greedy_sample
-    kernel = KernelOverride(launcher.kernel, cpu_triton_utils._rejection_greedy_sample_kernel_impl)
-    monkeypatch.setattr(launcher, "kernel", kernel)
-    for name in ("rejection_sample", "apply_top_k_top_p", "expand_batch_to_tokens"):
+    """Installs our functions and the CPU kernel that vLLM's worker installs."""
+    for name in ("apply_top_k_top_p", "expand_batch_to_tokens"):
         monkeypatch.setattr(rejection_sampler, name, getattr(rejection_sampler, name))
-    for sampler in (RejectionSampler, Sampler):
-        monkeypatch.setattr(sampler, "forward", sampler.forward)
     repair_kernels()
-    verification.verify_by_drawing()
-    verification.sample_by_drawing()
+    install_cpu_sampling(monkeypatch)
 
 
 def verify(
