@@ -201,7 +201,7 @@ def test_requests_of_one_batch_do_not_disturb_one_another(api: Api) -> None:
 
 def test_a_scoring_call_does_not_change_a_running_answer(api: Api) -> None:
     labels = {"query": FUNCTION, "items": ["return", "pass"], "label_token_ids": [5, 6]}
-    body = {"prompt": PROMPT, "max_tokens": 600, "ignore_eos": True, "logprobs": 3}
+    body = {"prompt": PROMPT, "max_tokens": 1800, "ignore_eos": True, "logprobs": 3}
     scores = api.ask("/generative_scoring", **labels)["data"]
     whole = api.complete(**body, vllm_xargs=OFF)["choices"][0]
     with ThreadPoolExecutor() as threads, api.streaming(**body, vllm_xargs=AUTO) as events:
