@@ -46,7 +46,7 @@ from tests.peers.servers import OURS, check, serve
 from tests.peers.tables import print_rows
 from tests.peers.workload import TRAFFIC, Load, Workload, known_traffic
 
-NUM_REQUESTS = {1: 6, 8: 24, 24: 48}
+NUM_REQUESTS = {1: 12, 8: 48, 24: 96}
 """Requests of a turn, by number of clients."""
 
 PLAIN = ("vllm-plain", "vllm-plain@ours")

@@ -16,7 +16,7 @@ from vllm import envs
 from vllm.compilation import caching
 from vllm.config import VllmConfig
 
-from specserve.engine.cpu import linear
+from specserve.engine.cpu import linear, rotary
 
 
 def missing_for_compilation() -> str:
@@ -63,4 +63,5 @@ def _factors_of_model(config: VllmConfig) -> list[str]:
         others = {key: value for key, value in additional.items() if "specserve" not in key}
         model_only.additional_config = others
     capabilities = sorted(torch.cpu.get_capabilities().items())
-    return [*_factors(model_only), str(capabilities), str(sorted(linear.in_float32.items()))]
+    in_float32 = str(sorted(linear.in_float32.items()))
+    return [*_factors(model_only), str(capabilities), in_float32, rotary.ORDER]

@@ -16,6 +16,7 @@ from specserve.engine.cpu.mla import use_verifying_backend
 from specserve.engine.cpu.mla_prefill import use_flash_prefill
 from specserve.engine.cpu.norms import use_norm_kernels
 from specserve.engine.cpu.quantized import round_weights_instead
+from specserve.engine.cpu.rotary import use_vector_rotary
 from specserve.engine.cpu.verification import sample_by_drawing, verify_by_drawing
 from specserve.engine.worker import InEngineMixin, SpeculationMixin
 
@@ -39,6 +40,7 @@ class CpuWorker(CPUWorker):
         use_flash_prefill()
         use_fastest_linear()
         use_norm_kernels()
+        use_vector_rotary()
         sample_by_drawing()
         use_saved_models()
         allow_float32_experts()
