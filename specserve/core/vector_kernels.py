@@ -80,7 +80,7 @@ def rms(x, weight, eps, y):  # type: ignore[no-untyped-def]
 
 @vector
 def rotate(x, cos, sin, y):  # type: ignore[no-untyped-def]
-    """Rotary embedding, as :func:`specserve.drafters.latent_attention.rotate`."""
+    """Rotary embedding, as :func:`specserve.drafters.ops.rotate`."""
     half = cos.shape[0]
     for i in range(half):
         first, second = x[2 * i], x[2 * i + 1]

@@ -21,7 +21,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from specserve.drafters.kv_cache import Packed, Span, check_room
-from specserve.drafters.ops import laid_out
+from specserve.drafters.ops import laid_out, rotate
 
 
 class Weights(Protocol):
@@ -157,13 +157,3 @@ def attend_by_products(query: Tensor, entries: Tensor, latent: int, scale: float
     """Like :func:`attend_on_cpu`, for devices whose flash attention refuses entries this wide."""
     scores = (query * scale) @ entries.T
     return scores.softmax(1, dtype=torch.float32).to(entries.dtype) @ entries[:, :latent]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the pairs (0, 1), (2, 3), ... of the last dimension.
-
-    The result has all first members before all second ones. Queries and keys are used only in dot
-    products, which do not depend on this order.
-    """
-    first, second = x[..., 0::2], x[..., 1::2]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

@@ -1,4 +1,4 @@
-"""Tensor operations that both drafting models use."""
+"""Tensor operations of the drafting models. The target on CPU rotates by the same function."""
 
 from __future__ import annotations
 
@@ -25,3 +25,13 @@ def most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits.float()
     best, tokens = logits.max(-1, keepdim=True)
     return tokens.squeeze(-1), (logits - best).exp_().sum(-1).reciprocal_().nan_to_num_(0.0)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the pairs (0, 1), (2, 3), ... of the last dimension.
+
+    The result has all first members before all second ones. Queries and keys are used only in dot
+    products, which do not depend on this order.
+    """
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

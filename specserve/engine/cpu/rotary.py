@@ -1,9 +1,9 @@
 """DeepSeek's rotary embedding on CPU, in a form of which torch's compiler makes vector code.
 
-vLLM rotates pairs of neighbouring numbers in place. The compiled code then reads cosines and sines
-one by one, again for each head: a sixth of a prefill step. As in Hugging Face's implementation, all
-first numbers of the rotated pairs come here before all second ones. The order does not matter to
-attention, because queries and keys have the same one.
+vLLM leaves the rotated pairs of neighbouring numbers where they are. The compiled code then reads
+cosines and sines one by one, again for each head: a sixth of a prefill step. Here, as in Hugging
+Face's implementation, all first numbers of the pairs come before all second ones. Attention does
+not depend on the order, because queries and keys have the same one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
     DeepseekScalingRotaryEmbedding,
 )
+
+from specserve.drafters.ops import rotate
 
 ORDER = "rotary embedding: first numbers of all pairs before second ones"
 """Describes the computation: a saved model that computes another one must not be loaded."""
@@ -52,9 +54,4 @@ def _forward(
         return unchanged
     places = positions if offsets is None else positions + offsets
     cos, sin = self.cos_sin_cache[places].unsqueeze(-2).chunk(2, dim=-1)
-    return _rotated(query, cos, sin), _rotated(key, cos, sin)
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x[..., ::2], x[..., 1::2]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotate(query, cos, sin), rotate(key, cos, sin)
