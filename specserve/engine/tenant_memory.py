@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
-from specserve.core.errors import ConfigError, SnapshotError
+from specserve.core.errors import ConfigError, SnapshotError, StoreError
 from specserve.core.types import Int32Array
 from specserve.trie.namespaces import half_of, namespace, shard_of, tenant_half
 from specserve.trie.records import StoreClient
@@ -18,7 +18,7 @@ from specserve.trie.text_writer import TextWriter
 from specserve.trie.warm_texts import read_texts
 
 ANSWER_S = 10.0
-"""Timeout of a store's answer in seconds."""
+"""Timeout in seconds of a store's answer that needs no snapshot."""
 
 Tokens = tuple[Int32Array, int]
 """A text's token ids, int32 ``[n]``, and the number of prompt tokens at its start."""
@@ -123,13 +123,14 @@ class TenantMemory:
 
         Raises:
             SnapshotError: deleted, but a snapshot could not be written and still has the texts.
+            StoreError: a store did not answer in time; the others have deleted the texts.
         """
         self.held(tenant)  # raises before anything is deleted if a store does not answer
         num_tokens, errors = 0, []
         for store in [self._find(each) for each in self._names()]:
             try:
                 num_tokens += store.purge(tenant_half(tenant))
-            except SnapshotError as error:  # the other stores are purged all the same
+            except (SnapshotError, StoreError) as error:  # the other stores are purged all the same
                 errors.append(error)
         if errors:
             raise errors[0]

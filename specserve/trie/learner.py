@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
+from weakref import ref
 
 from specserve.trie.memory import TrieMemory
 from specserve.trie.records import Record
@@ -28,14 +29,20 @@ _SLICE_TOKENS = 256
 class _OpenText(NamedTuple):
     """A text without its final record; ``end`` is the position after its last token."""
 
-    trie: TokenTrie
+    trie: ref[TokenTrie]
+    """Weak, as another adapter may take the trie's place, and no record may follow."""
     sequence: int
     end: int
     last_record_at: float
 
     def continues_at(self, trie: TokenTrie, start: int) -> bool:
         """Whether a piece from position ``start`` in this trie can be appended to the text."""
-        return self.trie is trie and self.end == start and trie.is_open(self.sequence)
+        return self.trie() is trie and self.end == start and trie.is_open(self.sequence)
+
+    def finish(self) -> None:
+        """Closes the text, if its trie is still in use."""
+        if (trie := self.trie()) is not None:
+            trie.finish(self.sequence)
 
 
 class ClusterLearner:
@@ -57,18 +64,19 @@ class ClusterLearner:
             return
         trie = self._memory.for_record(record.namespace)
         if trie is None:
+            self._open.pop(record.namespace, None)
             return
         now, texts = self._clock(), self._open[record.namespace]
         most = min(MAX_OPEN_TEXTS, trie.num_pages // _GROWING_SHARE)
         known = texts.pop(record.sequence, None)
         while texts and (len(texts) >= most or _oldest(texts).last_record_at < now - SILENT_S):
             _, oldest = texts.popitem(last=False)
-            oldest.trie.finish(oldest.sequence)
+            oldest.finish()
         if known is not None and known.continues_at(trie, record.start):
             sequence = known.sequence
         else:
             if known is not None:
-                known.trie.finish(known.sequence)
+                known.finish()
             sequence = trie.open(from_cluster=True)  # the text before it is unknown
             if sequence == NO_SEQUENCE:
                 return
@@ -81,7 +89,8 @@ class ClusterLearner:
         if record.final:
             trie.finish(sequence)
         else:
-            texts[record.sequence] = _OpenText(trie, sequence, record.start + len(tokens), now)
+            end = record.start + len(tokens)
+            texts[record.sequence] = _OpenText(ref(trie), sequence, end, now)
 
 
 def _oldest(texts: OrderedDict[str, _OpenText]) -> _OpenText:

@@ -86,7 +86,7 @@ class SnapshotFile:
         return size
 
     def load_or_set_aside(self) -> LogState | None:
-        """Reads the snapshot; renames it to ``<name>.refused-<number>`` if it cannot be used.
+        """Reads the snapshot; renames it to ``<name>.refused-<number>`` if its content is wrong.
 
         A warning gives the reason.
 
@@ -94,15 +94,17 @@ class SnapshotFile:
             The content of the log; None if there is no usable snapshot.
 
         Raises:
-            SnapshotError: the snapshot can neither be used nor renamed.
+            SnapshotError: the snapshot cannot be read now, or can neither be used nor renamed.
         """
         try:
             with self._fs.open(self._path, "rb") as file:
                 return _read(file, self._fingerprint)
         except FileNotFoundError:
             return None
-        except Exception as error:
+        except (SnapshotError, IsADirectoryError) as error:
             reason = _say(error)
+        except Exception as error:  # each file system has errors of its own
+            raise SnapshotError(f"snapshot {self.url} cannot be read: {_say(error)}") from error
         try:
             aside = next(
                 name

@@ -82,6 +82,14 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
 
+def is_ahead(record: Record) -> bool:
+    """Whether a text is from the future.
+
+    A purge has at least the stamp of the newest text it covers, whose writer's clock may be fast.
+    """
+    return record.kind == "text" and record.stamp > time.time() + MAX_AHEAD_S
+
+
 def problem_of(record: Record, vocab_size: int) -> str:
     """Why the record is invalid; empty if it is valid.
 
@@ -90,9 +98,7 @@ def problem_of(record: Record, vocab_size: int) -> str:
     for name in (record.origin, record.namespace):
         if not 0 < len(name) <= MAX_NAME_CHARS or not name.isascii():
             return f"origin and namespace need 1 .. {MAX_NAME_CHARS} ASCII characters"
-    # A purge has at least the stamp of the newest text it covers, whose writer's clock may be fast.
-    is_ahead = record.kind == "text" and record.stamp > time.time() + MAX_AHEAD_S
-    if not isfinite(record.stamp) or is_ahead:
+    if not isfinite(record.stamp) or is_ahead(record):
         return "its stamp is no time, or in the future: compare the nodes' clocks"
     size = len(record.tokens)
     if size % 4 or size > 4 * MAX_RECORD_TOKENS:

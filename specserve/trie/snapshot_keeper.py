@@ -47,7 +47,8 @@ class SnapshotKeeper:
 
     Args:
         state: returns the content to save.
-        take_over: called with the content of the snapshot that was read.
+        take_over: called with the content of the snapshot that was read. SnapshotError: the
+            snapshot cannot be used now.
     """
 
     def __init__(
@@ -112,19 +113,17 @@ class SnapshotKeeper:
     def _try(self) -> None:
         with self._lock:
             try:
-                if self._was_read:
-                    self._save(only_changes=True)
-                else:
-                    self._read()
+                self._save(only_changes=True)
             except SnapshotError as error:
                 self._count(error)
                 logger.error("%s; tried again in %g s", error, self._interval_s)
 
     def _read(self) -> None:
         loaded = self._file.load_or_set_aside()
-        self._was_read = True
         if loaded is not None:
             self._take_over(loaded)
+            self._saved = loaded.held
+        self._was_read = True
 
     def _save(self, only_changes: bool = False) -> int:
         if not self._was_read:

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from specserve.core.errors import ConfigError
+from specserve.core.errors import ConfigError, SnapshotError
 from specserve.trie.log_snapshot import SnapshotFile
 from specserve.trie.records import (
     MAX_NAME_CHARS,
     ExchangeReply,
     ExchangeRequest,
     Record,
+    is_ahead,
     problem_of,
 )
 from specserve.trie.snapshot_keeper import SnapshotKeeper, SnapshotStats
@@ -239,6 +240,9 @@ class TrieStore:
             return self._log.state()
 
     def _take_over(self, state: LogState) -> None:
+        if any(map(is_ahead, state.records)):  # this node's clock may be set soon
+            reason = "has texts from the future: compare the nodes' clocks"
+            raise SnapshotError(f"snapshot {self._options.snapshot_file} {reason}")
         vocab_size = self._options.vocab_size
         good = [each for each in state.records if not problem_of(each, vocab_size)]
         with self._lock:

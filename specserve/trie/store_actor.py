@@ -152,7 +152,8 @@ class RemoteStore:
 
     Args:
         name: one of :func:`list_stores`.
-        timeout_s: timeout of a call, in seconds.
+        timeout_s: timeout of :meth:`stats`, in seconds. The other calls write a snapshot and have
+            ``CONTROL_TIMEOUT_S``.
     """
 
     def __init__(self, name: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
@@ -169,15 +170,19 @@ class RemoteStore:
 
     def purge(self, namespace: str) -> int:
         """:meth:`TrieStore.purge`."""
-        return _result(self._actor.purge.remote(namespace), int, self._timeout_s)
+        return _result(self._actor.purge.remote(namespace), int, CONTROL_TIMEOUT_S)
 
     def snapshot_now(self) -> int:
         """:meth:`TrieStore.snapshot_now`."""
-        return _result(self._actor.snapshot_now.remote(), int, self._timeout_s)
+        return _result(self._actor.snapshot_now.remote(), int, CONTROL_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Writes a last snapshot and ends the store; Ray does not restart it."""
-        _result(self._actor.close.remote(), type(None), self._timeout_s)
+        """Writes a last snapshot and ends the store; Ray does not restart it.
+
+        Raises:
+            SnapshotError: the snapshot could not be written, and the store runs on.
+        """
+        self.snapshot_now()
         ray.kill(self._actor, no_restart=True)
 
 

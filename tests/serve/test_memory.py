@@ -195,14 +195,18 @@ def test_stores_of_an_earlier_configuration_forget_the_texts_too(
     assert store.stats().tokens_by_namespace == {OWN["team-a"]: 1}
 
 
-def test_a_snapshot_that_cannot_be_written_keeps_no_other_store_from_forgetting(
-    client: TestClient, stores: Stores, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("problem", [SnapshotError, StoreError])
+def test_a_failing_store_keeps_no_other_store_from_forgetting(
+    client: TestClient,
+    stores: Stores,
+    monkeypatch: pytest.MonkeyPatch,
+    problem: type[Exception],
 ) -> None:
     record = Record("replica", 1, 0.0, OWN["team-a"], "text", "s", 0, b"\1\0\0\0", 0, True)
 
     def purge(self: TrieStore, namespace: str) -> int:
         forget(self, namespace)
-        raise SnapshotError("disk full")
+        raise problem("disk full")
 
     forget = TrieStore.purge
     monkeypatch.setattr(TrieStore, "purge", purge)

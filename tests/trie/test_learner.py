@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+from weakref import ref
+
 import numpy as np
 import pytest
 
@@ -102,6 +105,21 @@ def test_a_purge_of_a_tenant_clears_all_its_namespaces() -> None:
     learner.apply(Record("o", 2, 0.0, tenant_half("a"), "purge"))
     held = {name: trie.num_tokens for name, trie in memory.tries().items()}
     assert held == {plain: 0, adapter: 0, other: 100}
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_replaced_trie_is_freed_while_a_text_in_it_is_open(goes_on: bool) -> None:
+    old, new = namespace("m", "old", "a"), namespace("m", "new", "a")
+    memory = TrieMemory(8 << 20, [namespace("m", tenant="a")], 1)
+    learner = ClusterLearner(memory)
+    learner.apply(piece(0, 100, namespace=old))
+    replaced = ref(memory.tries()[old])
+    assert memory.for_request(new) is not None
+    if goes_on:
+        learner.apply(piece(100, 200, namespace=old))
+        assert old not in learner._open
+    gc.collect()
+    assert replaced() is None
 
 
 def test_the_oldest_of_too_many_open_texts_are_closed(

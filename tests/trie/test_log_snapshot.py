@@ -141,6 +141,23 @@ def test_a_file_that_cannot_be_read_is_set_aside(path: Path) -> None:
     assert Path(f"{path}.refused-1").is_dir()
 
 
+def test_a_snapshot_that_cannot_be_read_now_stays(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = SnapshotFile(str(path), FINGERPRINT)
+    file.save(some_state())
+
+    def fail(*args: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(file._fs, "open", fail)
+        with pytest.raises(SnapshotError, match=r"trie\.snapshot cannot be read: Permission den"):
+            file.load_or_set_aside()
+    assert os.listdir(path.parent) == [path.name]
+    assert file.load_or_set_aside() == some_state()
+
+
 def test_a_full_disk_leaves_the_old_snapshot_whole(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,5 +180,5 @@ def test_an_impossible_folder_is_a_snapshot_error(tmp_path: Path) -> None:
     file = SnapshotFile(str(tmp_path / "file" / "trie.snapshot"), FINGERPRINT)
     with pytest.raises(SnapshotError, match=r"trie\.snapshot was not written"):
         file.save(some_state())
-    with pytest.raises(SnapshotError, match="cannot be used"):
+    with pytest.raises(SnapshotError, match="cannot be read: Not a directory"):
         file.load_or_set_aside()

@@ -122,6 +122,14 @@ def test_a_snapshot_that_cannot_be_read_yet_is_not_overwritten(path: Path) -> No
         assert it.taken_over == [first.state()]
 
 
+def test_a_last_snapshot_has_what_came_before_the_file_system(path: Path) -> None:
+    path.parent.touch()  # the file system is not mounted
+    with kept(path) as it:
+        it.append(1)
+        path.parent.unlink()
+    assert it.saved() == it.state()
+
+
 def test_few_calls_wait_while_the_file_system_hangs(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,13 +4,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from specserve.core.errors import ConfigError, SnapshotError
 from specserve.trie.log_snapshot import SnapshotFile
 from specserve.trie.namespaces import namespace, tenant_half
-from specserve.trie.records import ExchangeReply, Record
+from specserve.trie.records import MAX_AHEAD_S, ExchangeReply, Record
 from specserve.trie.store import StoreOptions, TrieStore
 from specserve.trie.store_actor import RayStoreClient
 from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, call, record
@@ -101,10 +102,28 @@ def test_records_of_a_snapshot_are_checked_like_received_ones(options: StoreOpti
     file = SnapshotFile(options.snapshot_file, FINGERPRINT)
     state = file.load_or_set_aside()
     assert state is not None
-    ahead = replace(record(2), stamp=time.time() + 1e6)  # from a node with a wrong clock
-    file.save(replace(state, records=[*state.records, ahead]))
+    unknown = replace(record(2), tokens=np.array([VOCAB_SIZE], "<i4").tobytes())
+    file.save(replace(state, records=[*state.records, unknown]))
     second = TrieStore(options)
     assert read(second)[0] == [record(1)]
+    second.close()
+
+
+def test_a_snapshot_from_the_future_waits_for_the_clock(
+    options: StoreOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = TrieStore(options)
+    first.exchange(call([replace(record(1), stamp=time.time())], origin="replica"))
+    first.close()
+    with monkeypatch.context() as patch:
+        slow = time.time() - 2 * MAX_AHEAD_S
+        patch.setattr(time, "time", lambda: slow)
+        second = TrieStore(options)
+        with pytest.raises(SnapshotError, match="has texts from the future: compare the nodes'"):
+            second.snapshot_now()
+        assert read(second)[0] == []
+    second.snapshot_now()
+    assert [each.number for each in read(second)[0]] == [1]
     second.close()
 
 

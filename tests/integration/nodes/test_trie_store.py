@@ -338,6 +338,20 @@ def test_a_stopped_store_has_written_its_snapshot(start: Start, tmp_path: Path) 
     memory.replica(1).reads({"a": 10})
 
 
+def test_a_store_that_cannot_write_its_last_snapshot_runs_on(start: Start, tmp_path: Path) -> None:
+    memory = start(tmp_path)
+    one = memory.replica(0)
+    one("write", "a", 10)
+    one.awaits(lambda link: link["up"] and link["unsent_s"] == 0)
+    in_the_way = Path(f"{memory.file}.new")
+    in_the_way.mkdir(parents=True)
+    assert "was not written: Is a directory" in memory.ask("stop")
+    assert memory.name in one.host("stores")
+    in_the_way.rmdir()
+    assert memory.ask("stop") is None
+    assert memory.file.exists()
+
+
 def test_a_store_writes_a_last_snapshot_when_its_node_stops(tmp_path: Path) -> None:
     with running_cluster(1) as cluster:
         host = TrieHost(cluster)
