@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from specserve.serve.config_file import read
     from specserve.serve.plan import described_nodes
 
+    gpu_bytes = plan.bytes_of(args.gpu_memory)
     is_elsewhere = args.cluster not in (None, "running")
     if is_elsewhere:
         described_nodes(args.cluster, ())  # reports a wrong option before the slower checks
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if not _has_vllm() and any(app.config.engine.vllm for app in file.applications):
         console.print("engine.vllm was not checked: vLLM is not installed")
     if args.cluster is not None:
-        plan.show(console, file, args.cluster, args.gpu_memory, on_cpu=on_cpu)
+        plan.show(console, file, args.cluster, gpu_bytes, on_cpu=on_cpu)
     if args.ports:
         _check_ports(file)
     console.print(f"{file.path}: valid")

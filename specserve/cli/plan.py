@@ -39,27 +39,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def show(console: Console, file: ServeFile, cluster: str, gpu_memory: str, on_cpu: bool) -> None:
+def bytes_of(gpu_memory: str) -> float:
+    """The bytes that ``--gpu-memory`` names.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    size = _SIZE.fullmatch(gpu_memory)
+    if size is None or not float(size[1]):
+        raise ConfigError("--gpu-memory", gpu_memory, "a size such as 80GiB or 80GB")
+    return float(size[1]) * _UNITS[size[2]]
+
+
+def show(console: Console, file: ServeFile, cluster: str, gpu_bytes: float, on_cpu: bool) -> None:
     """Prints the plans of a file's applications, placed one after another on the same nodes.
 
-    ``cluster`` and ``gpu_memory`` are the options; ``on_cpu``: vLLM's build here is for CPU.
+    ``cluster`` is the option; ``on_cpu``: vLLM's build here is for CPU.
 
     Raises:
         SpecServeError: an option is wrong, or something does not fit.
     """
     from specserve.serve.plan import plan
 
-    size = _SIZE.fullmatch(gpu_memory)
-    if size is None or not float(size[1]):
-        raise ConfigError("--gpu-memory", gpu_memory, "a size such as 80GiB or 80GB")
     configs = [application.config for application in file.applications]
     nodes, on_gpu = _nodes(cluster, configs, on_cpu)
-    gpu_bytes = float(size[1]) * _UNITS[size[2]] if on_gpu else 0.0
     for application in file.applications:
         try:
             planned = plan(application.config, nodes, on_gpu=on_gpu)
             _print_plan(console, nodes, planned)
-            _print_memory(console, application.config, gpu_bytes)
+            _print_memory(console, application.config, gpu_bytes if on_gpu else 0.0)
         except SpecServeError as error:
             raise SpecServeError(f"{file.path}: {application.field}: {error}") from None
         nodes = list(planned.left)

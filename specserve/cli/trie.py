@@ -112,9 +112,16 @@ def _purge(args: argparse.Namespace) -> int:
         what = purged = args.namespace
     else:
         raise ConfigError("--namespace", args.namespace, "32 hexadecimal digits")
-    return _for_each(
-        args.address, lambda store: f"{store.purge(purged):,} tokens of {what} forgotten"
-    )
+    num_tokens = []
+
+    def forget(store: RemoteStore) -> str:
+        num_tokens.append(number := store.purge(purged))
+        return f"{number:,} tokens of {what} forgotten"
+
+    _for_each(args.address, forget)
+    if not any(num_tokens):
+        print(f"no text of {what} was found; `specserve trie stats` prints the namespaces")
+    return 0
 
 
 def _warm(args: argparse.Namespace) -> int:

@@ -46,6 +46,7 @@ class Warmup:
         try:
             source = shared_trie(config)
             _check_tenant(config, source, tenant)
+            _check_adapter(config, adapter)
             identity = model_identity(config.model)
             if find_spec("transformers") is None:
                 raise MissingExtraError("specserve trie warm")
@@ -61,7 +62,13 @@ class Warmup:
         return cls(name, store_options(source, identity, vocab_size, shard), tokenizer)
 
     def check(self, path: Path) -> int:
-        """Counts the texts of a file. Raises SpecServeError for the first wrong line."""
+        """Counts the texts of a file.
+
+        Raises:
+            SpecServeError: a line is wrong, or the file cannot be read twice.
+        """
+        if path.exists() and not path.is_file():
+            raise ConfigError("FILE", str(path), "a regular file: it is checked, then read again")
         return sum(1 for _ in read_file(path, self.store.vocab_size))
 
     def run(self, path: Path, num_texts: int) -> int:
@@ -97,3 +104,13 @@ def _check_tenant(config: AppConfig, source: TrieConfig, tenant: str) -> None:
             raise ConfigError("--tenant", tenant, "nothing: all requests share one memory")
     elif tenant not in names:
         raise ConfigError("--tenant", tenant, ", ".join(names))
+
+
+def _check_adapter(config: AppConfig, adapter: str) -> None:
+    options = config.engine.vllm
+    if adapter and not options.get("enable_lora"):
+        raise ConfigError("--adapter", adapter, "nothing: engine.vllm.enable_lora is not set")
+    names = [each["name"] for each in options.get("lora_modules") or ()]
+    # With API keys no adapter can be loaded while serving.
+    if adapter and config.http.api_keys and adapter not in names:
+        raise ConfigError("--adapter", adapter, ", ".join(names) or "nothing: none is configured")

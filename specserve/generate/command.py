@@ -127,6 +127,11 @@ def _check(args: argparse.Namespace) -> None:
             if given := getattr(args, name):
                 field = f"--{name.replace('_', '-')}"
                 raise ConfigError(field, given, "without it: a chat reads what is typed")
+    if args.input_ids or (args.input_file and args.input_file.suffix == ".csv"):
+        for name in ("system", "chat_template"):
+            if given := getattr(args, name):
+                allowed = "without it: token ids are used as they are"
+                raise ConfigError(f"--{name.replace('_', '-')}", str(given), allowed)
     if args.task == SAMPLED_BEAMS and not args.temperature:
         raise ConfigError("--temperature", args.temperature, f"above 0: {args.task} draws")
 

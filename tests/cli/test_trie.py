@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +172,12 @@ def test_a_purge_needs_either_a_namespace_or_a_tenant(arguments: list[str]) -> N
             ["--tenant", "team-a"],
             "--tenant: 'team-a' is not allowed; allowed: nothing: all requests share one",
         ),
+        ({}, ["--adapter", "a"], "--adapter: 'a' is not allowed; allowed: nothing: engine.vllm."),
+        (
+            {"http": {"api_keys": KEYS}, "engine": {"vllm": {"enable_lora": True}}},
+            ["--tenant", "team-a", "--adapter", "a"],
+            "--adapter: 'a' is not allowed; allowed: nothing: none is configured",
+        ),
         ({}, ["--application", "x"], "--application: 'x' is not allowed; allowed: app0"),
         ({"model": {"path": "no/such/model/at/all"}}, [], "app.yaml: model.path: "),
         ({"modell": {}}, [], "app.yaml: applications.0.args.modell: "),
@@ -206,12 +214,34 @@ def test_a_file_with_an_invalid_line_is_refused_as_a_whole(
     assert said.startswith(f"{path}: line 2: token_ids.0: 4096 is not allowed; allowed: an integer")
 
 
+def test_a_pipe_is_refused_since_the_file_is_read_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(path := tmp_path / "pipe")
+    said = refusal(capsys, "warm", path, "--config", serve_file(tmp_path, {}), *NOWHERE)
+    assert said.startswith(f"FILE: '{path}' is not allowed; allowed: a regular file")
+
+
+@pytest.mark.parametrize("found", [0, 5])
+def test_a_purge_that_finds_nothing_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, found: int
+) -> None:
+    stores = {"only": SimpleNamespace(purge=lambda namespace: found)}
+    monkeypatch.setattr(trie, "connected", lambda address: nullcontext())
+    monkeypatch.setattr(trie, "_stores", lambda: stores)
+    assert main(["trie", "purge", "--tenant", "team-a"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"only: {found} tokens of tenant team-a forgotten\n")
+    assert ("no text of tenant team-a was found" in printed) == (not found)
+
+
 def test_warm_texts_have_the_namespace_of_their_requests(tmp_path: Path) -> None:
     identity = model_identity(ModelConfig(path=MODEL))
     plain = Warmup.of(serve_file(tmp_path, {}), "", "", "")
     assert plain.namespace == namespace(identity)
     assert plain.store.fingerprint == identity
-    path = serve_file(tmp_path, {}, {"http": {"api_keys": KEYS}})
+    lora = {"enable_lora": True, "lora_modules": [{"name": "an-adapter", "path": "x"}]}
+    path = serve_file(tmp_path, {}, {"http": {"api_keys": KEYS}, "engine": {"vllm": lora}})
     taught = Warmup.of(path, "app1", "team-b", "an-adapter")
     assert taught.namespace == namespace(identity, "an-adapter", "team-b")
 

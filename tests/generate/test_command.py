@@ -32,6 +32,8 @@ BEAMS = ["--task", "beam_search"]
         ),
         (["--url", "x", "--save-output", "/tmp"], "--save-output: '/tmp'"),
         (["--url", "x", "--task", "chat", "--input-texts", "a"], "--input-texts: ['a']"),
+        (["--url", "x", "--input-ids", "1", "--system", "Be kind"], "--system: 'Be kind'"),
+        (["--url", "x", "--input-file", "a.csv", "--chat-template", "t"], "--chat-template: 't'"),
     ],
 )
 def test_a_wrong_argument_is_reported_in_one_line(
