@@ -15,7 +15,10 @@ STAGES = {
 
 
 def test_there_is_a_target_for_each_tag_that_the_manifests_name() -> None:
-    assert {"cpu", "gpu"} <= set(STAGES)
+    manifests = [path.read_text() for path in (ROOT / "k8s").rglob("*.yaml")]
+    tags = set(re.findall(r"(?:newTag: |image: specserve:)([\w.-]+)", "".join(manifests)))
+    assert tags == {"cpu", "gpu"}
+    assert tags <= set(STAGES)
 
 
 def test_each_target_runs_as_the_user_of_the_manifests() -> None:
