@@ -3,10 +3,10 @@
     python -m tests.peers limits [--traffic agent,seen] [--clients 1 8 24] [--turns 4]
 
 One engine serves greedy requests, prompts included. In each turn every contender drafts for the
-same requests, and for warm-up requests before them. ``none`` comes first, and its answers are what
-``known`` drafts: the next tokens of the answer, as many as the configuration's longest draft. A
-draft takes 10 µs and is wrong only where rounding changes the answer. So hardly any drafting
-method can be faster. ``ours`` has the sources that need no model of their own.
+same requests, and for warm-up requests before them. ``none`` comes first. ``known`` drafts the next
+tokens of the answers so far, as many as the configuration's longest draft. A draft takes 10 µs and
+is wrong only where rounding changes the answer in a new way. So hardly any drafting method can be
+faster. ``ours`` has the sources that need no model of their own.
 
 Ratios are taken within a turn, to the best of ``none`` and vLLM's methods. Tables have the median.
 ``prompt share`` is the share of the time that steps with prompt tokens take.
@@ -18,6 +18,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,26 +61,33 @@ class KnownAnswers:
 
     def __init__(self, max_draft_len: int) -> None:
         self._max_draft_len = max_draft_len
-        self._answers: dict[tuple[int, ...], list[int]] = {}
+        self._answers: defaultdict[tuple[int, ...], list[list[int]]] = defaultdict(list)
 
     def record(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Adds the answer to a prompt."""
-        self._answers[tuple(prompt)] = list(answer)
+        """Adds an answer to a prompt. Batches of other sizes may round to another answer."""
+        if list(answer) not in (answers := self._answers[tuple(prompt)]):
+            answers.append(list(answer))
 
     def draft(self, text: list[int], num_prompt_tokens: int) -> list[int]:
-        """The tokens that are expected after a text; none if its answer is not known."""
-        answer = self._answers.get(tuple(text[:num_prompt_tokens]), [])
+        """The tokens that are expected after a text; none if no answer has its last tokens."""
+        answers = self._answers.get(tuple(text[:num_prompt_tokens]), [])
         written = text[num_prompt_tokens:]
-        # The target samples one more token after the draft, which must fit, too.
-        room = min(len(answer) - len(written) - 1, self._max_draft_len)
-        if not written or room <= 0:
-            return []
-        tail, size = written[-MATCHED_TOKENS:], len(written)
-        for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
-            end = size + shift
-            if len(tail) <= end and answer[end - len(tail) : end] == tail:
+        for answer in sorted(answers, key=lambda each: each[: len(written)] != written):
+            # The target samples one more token after the draft, which must fit, too.
+            room = min(len(answer) - len(written) - 1, self._max_draft_len)
+            if written and room > 0 and (end := _end_in(answer, written)):
                 return answer[end : end + room]
         return []
+
+
+def _end_in(answer: list[int], written: list[int]) -> int:
+    """Where the last written tokens end in an answer, nearest to the same place; 0: nowhere."""
+    tail = written[-MATCHED_TOKENS:]
+    for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
+        end = len(written) + shift
+        if len(tail) <= end and answer[end - len(tail) : end] == tail:
+            return end
+    return 0
 
 
 class SwitchedEngine:
@@ -132,9 +140,8 @@ class SwitchedEngine:
         for end, has_prompt in self._steps:
             with_prompts += (end - last) * has_prompt
             last = end
-        if name == "none":
-            for job, each in zip(jobs, completions, strict=True):
-                self._known.record(job.prompt_token_ids, each.token_ids)
+        for job, each in zip(jobs, completions, strict=True):
+            self._known.record(job.prompt_token_ids, each.token_ids)
         num_tokens = sum(len(each.token_ids) for each in completions)
         return {"tokens_per_second": num_tokens / seconds, "prompt_share": with_prompts / seconds}
 

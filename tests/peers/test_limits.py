@@ -30,6 +30,14 @@ def test_an_answer_that_lost_or_gained_a_token_is_found_again() -> None:
     assert drafts([10, 99, 11, 12, 13], 2) == [14, 15]
 
 
+def test_the_answer_that_begins_as_the_text_is_drafted() -> None:
+    known = KnownAnswers(2)
+    for answer in (ANSWER, [10, 20, 12, 13, 21, 22, 23, 24]):
+        known.record(PROMPT, answer)
+    assert known.draft([*PROMPT, 10, 11, 12, 13], len(PROMPT)) == [14, 15]
+    assert known.draft([*PROMPT, 10, 20, 12, 13], len(PROMPT)) == [21, 22]
+
+
 def test_ratios_are_to_the_best_of_vllm_in_each_turn() -> None:
     turns = {"none": (10, 10), "ngram": (20, 5), "suffix": (5, 40), "ours": (30, 40)}
     found = {
