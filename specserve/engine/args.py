@@ -10,13 +10,18 @@ from typing import Any
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
+from vllm.entrypoints.launchers.cli_args import (
+    FrontendArgs,
+    make_arg_parser,
+    validate_parsed_serve_args,
+)
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.import_utils import import_plugin
 
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, reason_of
@@ -32,38 +37,46 @@ logger = logging.getLogger(__name__)
 CPU_KV_CACHE_BYTES = 1 << 30
 """Default size of a shard's KV cache on CPU."""
 
-_PARSERS = (
-    ("tool_call_parser", "tool_parser_plugin", ToolParserManager),
-    ("reasoning_parser", "reasoning_parser_plugin", ReasoningParserManager),
-)
-"""Option that names a parser, option that loads more parsers, and the registry of parsers."""
+_PARSERS = {"tool_call_parser": ToolParserManager, "reasoning_parser": ReasoningParserManager}
+"""Options that name a parser, and the registry of these parsers."""
+
+_PLUGINS = ("tool_parser_plugin", "reasoning_parser_plugin")
+"""Options that name a Python file or module with more parsers."""
 
 _FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
 _FRONTEND_FIELDS = {field.name: field for field in dataclasses.fields(FrontendArgs)}
 
 
 def check_engine_options(config: AppConfig) -> None:
-    """Checks the keys and the types of ``engine.vllm`` against vLLM's own arguments.
+    """Checks ``engine.vllm`` against vLLM's own arguments, as ``vllm serve`` does at its start.
 
     Raises:
-        ConfigError: vLLM has no such key, or another field sets it; or the value has the wrong
-            type or is refused here.
+        ConfigError: vLLM has no such key, or another field sets it; the value has the wrong type
+            or is refused here; or options do not go together.
     """
     options = _vllm_options(config)
     if template := options.get("chat_template"):
         read_chat_template(template, "engine.vllm.chat_template")
-    for key, plugin, parsers in _PARSERS:
+    for key, parsers in _PARSERS.items():
         name = options.get(key)
-        if not name or options.get(plugin) or name in parsers.list_registered():
+        if not name or name in parsers.list_registered():
             continue
         load_general_plugins()
         known = parsers.list_registered()
         if name not in known:
             raise ConfigError(f"engine.vllm.{key}", name, ", ".join(sorted(known)))
+    try:
+        validate_parsed_serve_args(serve_namespace(config))
+    except (TypeError, ValueError) as error:
+        allowed = reason_of(error).removeprefix("Error: ")
+        raise ConfigError("engine.vllm", config.engine.vllm, allowed) from None
 
 
 def _vllm_options(config: AppConfig) -> dict[str, Any]:
-    """Returns ``engine.vllm`` with values converted to the types that vLLM declares."""
+    """Returns ``engine.vllm`` with values converted to the types that vLLM declares.
+
+    Imports the plugins that it names, as ``vllm serve`` does.
+    """
     options = {}
     for key, value in config.engine.vllm.items():
         field = f"engine.vllm.{key}"
@@ -76,7 +89,20 @@ def _vllm_options(config: AppConfig) -> dict[str, Any]:
         check_option(config, key, options[key], _default(known))
         if key == "quantization" and options[key] not in (None, *QUANTIZATION_METHODS):
             raise ConfigError(field, value, ", ".join(sorted(QUANTIZATION_METHODS)))
+        if key in _PLUGINS and options[key]:
+            _import(field, options[key])
     return options
+
+
+@cache
+def _import(field: str, plugin: str) -> None:
+    """Imports a plugin, once in each process. vLLM logs why a file cannot be imported."""
+    try:
+        is_there = import_plugin(plugin) is not None
+    except Exception as error:  # the plugin's own
+        raise ConfigError(field, plugin, f"a module without errors: {reason_of(error)}") from error
+    if not is_there:
+        raise ConfigError(field, plugin, "a Python file or a module that can be imported")
 
 
 @cache

@@ -49,6 +49,20 @@ class ServedLLM(AsyncLLM):
         is_cumulative = sampling_params.output_kind is RequestOutputKind.CUMULATIVE
         return counted(outputs, prediction, is_cumulative=is_cumulative)
 
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """vLLM's method. Refuses a request that exceeds the limit alone.
+
+        vLLM would answer 503, as if it could be accepted later.
+
+        Raises:
+            VLLMValidationError: ``n`` is above the limit.
+        """
+        most = self.scheduler_config.max_num_queued_reqs
+        if most is not None and n > most:
+            message = f"n must be at most {most}, the server's limit of open sequences, got {n}."
+            raise VLLMValidationError(message, parameter="n", value=n)
+        super().check_admission(n, request_id)
+
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, **options: Any
     ) -> RequestOutputCollector:

@@ -101,11 +101,13 @@ class Engine:
             ) from error
         if in_process:  # the engine core's process inherits these variables
             os.environ.update(openmp_environment(config.placement.num_cpus_per_shard))
-        return cls(config, _start_client(config, vllm_config))
+        return cls(config, _start_client(config, vllm_config, arguments))
 
     async def asgi_app(self) -> FastAPI:
         """vLLM's own HTTP application. With API keys it has only the routes safe for tenants."""
         namespace = serve_namespace(self._config)
+        # vLLM's routes read the reasoning parser here. The engine's configuration completes it.
+        namespace.structured_outputs_config = self._llm.vllm_config.structured_outputs_config
         if self._config.http.api_keys:
             # An empty key switches off vLLM's own check of VLLM_API_KEY.
             namespace.api_key = [""]
@@ -229,14 +231,20 @@ class Engine:
             self._llm.shutdown()
 
 
-def _start_client(config: AppConfig, vllm_config: VllmConfig) -> ServedLLM:
+def _start_client(
+    config: AppConfig, vllm_config: VllmConfig, arguments: AsyncEngineArgs
+) -> ServedLLM:
     """Starts vLLM's engine and its client. With API keys the client separates tenants."""
     client = TenantLLM if config.http.api_keys else ServedLLM
     try:
         # Ray's logger replaces the default one, which `/metrics` needs, so both are named.
         # Ray's comes first, because it removes all of vLLM's series from the registry.
         llm: ServedLLM = client.from_vllm_config(
-            vllm_config, stat_loggers=[RayPrometheusStatLogger, PrometheusStatLogger]
+            vllm_config,
+            stat_loggers=[RayPrometheusStatLogger, PrometheusStatLogger],
+            enable_log_requests=arguments.enable_log_requests,
+            aggregate_engine_logging=arguments.aggregate_engine_logging,
+            disable_log_stats=arguments.disable_log_stats,
         )
     except (RuntimeError, ValueError) as error:
         raise EngineError(f"the engine did not start: {last_line_of(error)}") from error

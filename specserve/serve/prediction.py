@@ -55,6 +55,8 @@ async def read_prediction(
         nothing = "nothing: this application has no source `prediction` in its `speculation`"
         raise RequestError(field, text, nothing)
     _refuse_incompatible(body)
+    if len(texts) > predictor.max_tokens:
+        raise _too_long(field, f"{len(texts)} parts", predictor)
     num_chars = sum(map(len, texts.values()))
     if num_chars > predictor.max_chars:
         raise _too_long(field, f"{num_chars} characters", predictor)

@@ -25,7 +25,10 @@ MAX_MODEL_LEN = 64
 
 
 class ScriptedClient:
-    """The part of vLLM's ``AsyncLLM`` that a text generator uses, with the demo's draft model.
+    """The part of vLLM's ``AsyncLLM`` that its routes use, with the demo's draft model.
+
+    Args:
+        options: of vLLM.
 
     Attributes:
         steps: tokens of each step of every continuation.
@@ -36,10 +39,11 @@ class ScriptedClient:
         was_closed: whether the stream was closed before its end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         engine = {"max_model_len": MAX_MODEL_LEN, "dtype": "float32", "enforce_eager": True}
-        config = parse({"model": {"path": str(model_path("demo-draft"))}, "engine": engine})
-        self.vllm_config = engine_args(config, None).create_engine_config()
+        model = {"path": str(model_path("demo-draft")), "served_name": "demo"}
+        self.config = parse({"model": model, "engine": engine | {"vllm": options}})
+        self.vllm_config = engine_args(self.config, None).create_engine_config()
         self.model_config = self.vllm_config.model_config
         self.renderer = renderer_from_config(self.vllm_config)
         self.tokenizer = self.renderer.tokenizer
@@ -53,6 +57,17 @@ class ScriptedClient:
         self.options: Mapping[str, Any] = {}
         self.prompt: list[int] = []
         self.was_closed = False
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """vLLM's method."""
+        return ("generate",)
+
+    async def is_tracing_enabled(self) -> bool:
+        """vLLM's method."""
+        return False
+
+    def check_admission(self, n: int) -> None:
+        """vLLM's method. There is no limit."""
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ def config(vllm: dict[str, Any] | None = None, **sections: Any) -> AppConfig:
         ({"quantization": "weight_only_int8"}, "int8_per_channel_weight_only"),
         ({"tool_call_parser": "hermess"}, "hermes"),
         ({"reasoning_parser": "deepseek_r0"}, "deepseek_r1"),
+        ({"tool_parser_plugin": "/no/such.py"}, "a Python file or a module that can be imported"),
         ({"ssl_keyfile": "key.pem"}, "http_options"),
         ({"api_key": ["sk-1"]}, "http.api_keys"),
         ({"uds": "/run/socket"}, "http_options"),
@@ -61,6 +63,40 @@ def test_an_option_vllm_cannot_take_is_refused_with_its_name(
     with pytest.raises(ConfigError, match=f"engine.vllm.{next(iter(options))}") as refused:
         check_engine_options(config(options))
     assert words in refused.value.allowed
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"enable_auto_tool_choice": True}, "--enable-auto-tool-choice requires --tool-call-pars"),
+        ({"enable_log_outputs": True}, "--enable-log-outputs requires --enable-log-requests"),
+        ({"sse_keep_alive_interval": -1}, "--sse-keep-alive-interval must be a non-negative"),
+    ],
+)
+def test_options_that_vllm_serve_refuses_together_are_refused(
+    options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_engine_options(config(options))
+    assert (refused.value.field, refused.value.value) == ("engine.vllm", options)
+    assert refused.value.allowed.startswith(words)
+
+
+def test_a_plugins_parser_may_be_named(tmp_path: Path) -> None:
+    plugin = tmp_path / "a_plugin_of_a_test.py"
+    plugin.write_text(
+        "from vllm.reasoning import ReasoningParserManager\n"
+        "from vllm.reasoning.identity_reasoning_parser import IdentityReasoningParser\n"
+        "ReasoningParserManager.register_module('mine')(IdentityReasoningParser)\n"
+    )
+    with pytest.raises(ConfigError, match="reasoning_parser: 'mine' is not allowed"):
+        check_engine_options(config({"reasoning_parser": "mine"}))
+    options = {"reasoning_parser": "mine", "reasoning_parser_plugin": str(plugin)}
+    check_engine_options(config(options))
+    plugin.write_text("1 / 0")
+    broken = plugin.rename(plugin.with_name("another.py"))
+    with pytest.raises(ConfigError, match="reasoning_parser_plugin: "):
+        check_engine_options(config({"reasoning_parser_plugin": str(broken)}))
 
 
 @pytest.mark.parametrize(

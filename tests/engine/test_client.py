@@ -43,6 +43,7 @@ class Client(ServedLLM):
         self.output_handler: Any = SimpleNamespace(done=lambda: False)
         self.received = asyncio.Event()
         self.is_busy = False
+        self.admission_stats = None
 
     def shutdown(self, timeout: float | None = None) -> None:
         pass
@@ -97,6 +98,15 @@ def test_a_penalty_that_makes_logits_infinite_is_a_client_error(
         asyncio.run(asyncio.wait_for(client.first_output(params), 10))
     assert str(penalty) in str(error.value)
     assert client.output_processor.get_num_unfinished_requests() == 0
+
+
+def test_a_request_that_exceeds_the_limit_alone_is_a_client_error(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client.scheduler_config, "max_num_queued_reqs", 4)
+    with pytest.raises(VLLMValidationError, match=r"n must be at most 4, .* got 5\."):
+        client.check_admission(5)
+    client.check_admission(4)
 
 
 def test_a_client_that_leaves_during_the_send_leaves_no_request(client: Client) -> None:

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from httpx import ASGITransport, AsyncClient
 from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -17,6 +19,7 @@ from specserve.engine import llm
 from specserve.engine.client import ServedLLM
 from specserve.engine.isolation import TenantLLM
 from specserve.engine.llm import Engine
+from tests.engine.scripted_client import ScriptedClient
 
 NGRAM = {"kind": "ngram"}
 IN_ENGINE = {"kind": "mtp", "placement": "in_engine"}
@@ -143,7 +146,7 @@ def test_with_api_keys_requests_ids_and_media_are_kept_by_tenant(
     keys = [{"env": "KEY", "tenant": "team-a"}] if has_keys else []
     config = parse({"model": {"path": "m"}, "http": {"api_keys": keys}})
     vllm_config: Any = None
-    client: Any = llm._start_client(config, vllm_config)
+    client: Any = llm._start_client(config, vllm_config, AsyncEngineArgs())
     request = SimpleNamespace(
         sampling_params=SamplingParams(), cache_salt=None, external_req_id="1"
     )
@@ -203,6 +206,22 @@ def test_workers_have_our_logits_processors_with_our_hook_or_on_cpu(
     monkeypatch.setattr(llm, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
     config = parse({"model": {"path": "m"}, "speculation": sources})
     assert llm.has_processors(config) is expected
+
+
+def test_the_http_application_has_the_engines_reasoning_parser() -> None:
+    client: Any = ScriptedClient(reasoning_parser="granite")
+    answer = "Here is my thought process: A. Here is my response: B"
+    client.steps = [client.tokenizer.encode(answer, add_special_tokens=False)]
+
+    async def ask() -> Any:
+        app = await Engine(client.config, client).asgi_app()
+        async with AsyncClient(transport=ASGITransport(app), base_url="http://server") as http:
+            body = {"model": "demo", "messages": [{"role": "user", "content": "?"}]}
+            answer = await http.post("/v1/chat/completions", json=body)
+            return answer.json()["choices"][0]["message"]
+
+    message = asyncio.run(ask())
+    assert (message["reasoning"], message["content"]) == (" A. ", " B")
 
 
 def test_a_model_that_does_not_generate_has_no_text_engine() -> None:

@@ -66,6 +66,16 @@ def test_check_and_the_application_refuse_another_version(
         build({"model": {"path": "configs/models/demo-draft"}})
 
 
+def test_vllms_own_api_key_is_refused_since_it_leaves_routes_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "sk-secret")
+    with pytest.raises(ConfigError, match=r"VLLM_API_KEY: '\.\.\.' is not allowed") as refused:
+        check_vllm(config())
+    assert "sk-secret" not in str(refused.value)
+    check_vllm(config(http={"api_keys": [{"env": "A_KEY", "tenant": "a"}]}))
+
+
 def test_the_v2_model_runner_is_refused_only_with_draft_sources(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

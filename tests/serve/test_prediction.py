@@ -109,6 +109,8 @@ def test_a_prediction_in_a_form_is_accepted(client: TestClient) -> None:
         (content("\ud800"), "prediction.content", "whole Unicode characters"),
         (content("x" * 9), "prediction.content", "'9 tokens' is not allowed; allowed: at most 8"),
         (content("x" * 33), "prediction.content", "'33 characters' is not allowed"),
+        (content([part("x")] * 9), "prediction.content.0.text", "'9 parts' is not allowed"),
+        ({"vllm_xargs": {"prediction": ["x"] * 9}}, "vllm_xargs.prediction.0", "'9 parts'"),
         ({"vllm_xargs": {"prediction": ""}}, "vllm_xargs.prediction", "not empty"),
         ({"vllm_xargs": {"prediction": 3}}, "vllm_xargs.prediction", "a list of such texts"),
         ({"vllm_xargs": {"prediction": []}}, "vllm_xargs.prediction", "a list of such texts"),
