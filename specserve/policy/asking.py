@@ -132,6 +132,7 @@ class RemoteAskPolicy(AskPolicy):
         super().__init__(place, guard)
         self._source = cast(RemoteSource, guard.member.source)
         self._saved_s: Float64Array = np.zeros(num_slots)
+        self._waits_s: Float64Array = np.zeros(num_slots)  # of the last decision, by row
         self._cost = CallCost()
         self._plain_s = np.inf  # seconds of a plain step when last asked
         self._pause = Backoff(1, MAX_PROBE_INTERVAL)
@@ -170,13 +171,16 @@ class RemoteAskPolicy(AskPolicy):
         Returns:
             int32 ``[n]``, draft length for each request; 0: none.
         """
-        self._step, self._is_probe, self.is_slow = context.step, False, True
+        self._step, self._is_probe = context.step, False
         limits, costs = context.limits, context.costs
         self._plain_s = costs.plain
-        waits_s = self.guard.call(lambda: self._source.reading_s(context.batch))
-        if waits_s is None or not limits.any():
+        if not limits.any():
             return np.zeros_like(limits)
-        slots = context.batch.slots
+        waits_s = self.guard.call(lambda: self._source.reading_s(context.batch))
+        if waits_s is None:
+            self.is_slow = True
+            return np.zeros_like(limits)
+        slots, self._waits_s = context.batch.slots, waits_s
         saved_s = self._saved_s[slots]
         asked = np.zeros_like(limits)
         surplus = self._plan(
@@ -191,7 +195,12 @@ class RemoteAskPolicy(AskPolicy):
             saved_s,
             asked,
         )
-        self.is_slow = surplus <= 0 and np.array_equal(saved_s, self._saved_s[slots])
+        # A decision while the source reads a text keeps the last result: it drafts for it soon.
+        is_reading = bool((np.isposinf(waits_s) & (limits > 0)).any())
+        if surplus > 0 or not np.array_equal(saved_s, self._saved_s[slots]):
+            self.is_slow = False
+        elif not is_reading:
+            self.is_slow = True
         self._saved_s[slots] = saved_s
         if asked.any():
             self._pause.reset()
@@ -199,7 +208,7 @@ class RemoteAskPolicy(AskPolicy):
         else:
             asked = self._probe(context, waits_s, credit_s)
         # A followed text costs time in each step, and it may soon end. So a probe is not delayed.
-        is_probing = asked.any() or self._waits_since is not None
+        is_probing = asked.any() or is_reading or self._waits_since is not None
         longer = min(2 * self._interval, MAX_DECISION_INTERVAL)
         self._interval = longer if self.is_slow and not is_probing else MAX_ASK_INTERVAL
         return asked
@@ -218,7 +227,8 @@ class RemoteAskPolicy(AskPolicy):
             self._num_tries = 0
         elif self._is_probe:  # a text that the source is still reading gets no draft: ask again
             self._num_tries += 1
-        if call_s <= 0 or (call_s < _AWAY_S and not is_answered):
+        is_awaited = call_s >= _AWAY_S and bool((self._waits_s[asked > 0] == 0.0).any())
+        if call_s <= 0 or not (is_answered or is_awaited):
             return  # no drafter was asked for a draft, so nothing was measured
         rows = answered if is_answered else asked > 0
         self._cost.observe(int(rows.sum()), int(asked[rows].max()), call_s, self._plain_s)

@@ -50,6 +50,7 @@ class FollowedTexts:
         self._wants[slot] = True
         if self._is_there and self._follows_next and not self._chosen.any():
             self._choose(np.array([slot]), FOLLOWED_STEPS)
+            self._follows_next = False
 
     def follow_next(self) -> None:
         """Follows the next text that begins, for a probe; not while other texts are followed."""
@@ -59,21 +60,25 @@ class FollowedTexts:
         """Removes texts that have ended."""
         self._wants[slots] = self._chosen[slots] = False
 
-    def note(self, asked: Int64Array, *, is_there: bool) -> None:
+    def note(self, asked: Int64Array, reading: Int64Array, *, is_there: bool) -> None:
         """Records a step.
 
         Args:
             asked: int64 ``[m]``, slots of the texts for which a draft is requested.
+            reading: int64 ``[r]``, slots of the texts that the drafter is reading. They stay
+                followed, since the drafter would have read them for nothing.
             is_there: whether there is a drafter to ask.
         """
         self._step += 1
         self._is_there = is_there
         is_used = is_there and len(asked) > 0
         self._use += (_USE_RATE if is_there else _AWAY_RATE) * (is_used - self._use)
+        read = reading[self._chosen[reading]]
         if is_used:
-            self._choose(asked, ASKED_STEPS)
+            self._choose(np.concatenate([asked, read]), ASKED_STEPS)
+            self._follows_next = False
         elif self._step == self._until:
-            self._chosen[:] = False
+            self._choose(read, ANSWERED_STEPS)
 
     def answered(self) -> None:
         """Records that drafts requested in this step have come."""
@@ -87,4 +92,3 @@ class FollowedTexts:
         self._chosen[:] = False
         self._chosen[slots] = True
         self._until = self._step + num_steps
-        self._follows_next = False

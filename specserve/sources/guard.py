@@ -60,7 +60,7 @@ class GuardedSource:
         self._offers = offers
         self._up = True
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
-        self._checked = Drafts.empty(0, 1)
+        self._given = self._checked = Drafts.empty(0, 1)  # what the source returned, as checked
         none = np.zeros(0, np.int64), np.zeros(0, np.int32)
         self._take = direct(_take, offers, *none, self._checked, self._bounds)
 
@@ -81,8 +81,11 @@ class GuardedSource:
         began = self._clock()
         try:
             drafts = self.member.source.propose(batch, limits)
-            if drafts is not self._checked or len(drafts.lengths) != len(limits):
-                drafts = self._checked = _checked(drafts, len(limits))
+            if drafts is not self._given or len(drafts.lengths) != len(limits):
+                given, self._checked = drafts, _checked(drafts, len(limits))
+                is_copied = any(a is not b for a, b in zip(given, self._checked, strict=True))
+                self._given = self._checked if is_copied else given
+            drafts = self._checked
             num_malformed, num_wanted = self._take(
                 self._offers, batch.slots, limits, drafts, self._bounds
             )

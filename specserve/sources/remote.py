@@ -124,7 +124,8 @@ class DrafterClient:
             self._read_replies()  # a new connection would lose them
         peer, is_sent, slots = self._connect(), limits > 0, batch.slots
         if self._states is not None:
-            self._followed.note(slots[is_sent], is_there=peer is not None)
+            reading = slots[self._texts.are_in_flight(slots)]
+            self._followed.note(slots[is_sent], reading, is_there=peer is not None)
         if self._are_behind:
             is_sent |= self._is_behind[slots]
         if self._is_full or not self._config.dynamic:
@@ -157,6 +158,8 @@ class DrafterClient:
             float64 ``[n]``; 0: at most ``NEAR_TOKENS`` positions are missing; infinite: the text is
             in an unanswered request; NaN: the text cannot be sent now, or there is no drafter.
         """
+        if self._link.sent:
+            self._read_replies()
         slots, num_tokens = batch.slots, batch.num_tokens
         seconds = np.zeros(len(slots))
         if (peer := self._monitor.peer) is None:

@@ -252,6 +252,49 @@ def test_a_text_is_read_once_its_own_missed_savings_equal_the_cost(
     assert again.index(True) == first
 
 
+def test_a_paying_source_stays_due_while_it_reads_a_text(
+    ask: RemoteAskPolicy, source: FakeRemote
+) -> None:
+    assert ask.limits(context(0, unseen=0.9), empty()).any()
+    source.waits = {0: np.inf}
+    for step in range(1, 4):
+        assert ask.is_due(step, SLOTS)
+        assert not ask.limits(context(step, unseen=0.9), empty()).any()
+    source.waits = {}
+    assert ask.is_due(4, SLOTS)
+    assert ask.limits(context(4, unseen=0.9), empty()).any()
+
+
+def test_decisions_become_no_rarer_while_the_source_reads_a_text(
+    ask: RemoteAskPolicy, source: FakeRemote
+) -> None:
+    source.waits = {0: np.inf}
+    for step in (0, 8, 16):
+        assert ask.is_due(step, SLOTS)
+        ask.limits(context(step), full())
+    assert ask.num_idle_steps(16, SLOTS) == MAX_ASK_INTERVAL - 1
+
+
+def test_a_paying_source_stays_due_after_a_step_in_which_no_draft_fits(
+    ask: RemoteAskPolicy,
+) -> None:
+    assert ask.limits(context(0, unseen=0.9), empty()).any()
+    assert not ask.limits(context(1, unseen=0.9, limits=(0,)), empty()).any()
+    assert ask.is_due(2, SLOTS)
+
+
+def test_a_call_that_only_sends_a_text_is_not_measured(
+    ask: RemoteAskPolicy, source: FakeRemote
+) -> None:
+    good = context(0, unseen=0.5)
+    source.waits = {0: 1e-9}
+    for _ in range(20):
+        assert ask.limits(good, empty()).any()
+        ask.observe(ONE * 4, NONE, 0.05)  # hidden states were copied
+    source.waits = {}
+    assert ask.limits(good, empty()).any()
+
+
 def test_a_source_is_asked_only_while_its_calls_are_fast(ask: RemoteAskPolicy) -> None:
     good, four = context(0, unseen=0.5), ONE * 4
     assert ask.limits(good, empty()).any()

@@ -301,7 +301,7 @@ class FollowingSource(FakeRemote):
         self._followed.close(slots)
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
-        self._followed.note(batch.slots[limits > 0], is_there=True)
+        self._followed.note(batch.slots[limits > 0], batch.slots[:0], is_there=True)
         for slot in batch.slots[self._followed.which(batch.slots)].tolist():
             self._num_seen[slot] += 1
         drafts = super().propose(batch, limits)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -13,9 +15,15 @@ from specserve.sources.followed_texts import (
 SLOTS = np.arange(3)
 
 
-def steps(texts: FollowedTexts, count: int, *asked: int, is_there: bool = True) -> None:
+def steps(
+    texts: FollowedTexts,
+    count: int,
+    *asked: int,
+    reading: Sequence[int] = (),
+    is_there: bool = True,
+) -> None:
     for _ in range(count):
-        texts.note(np.array(asked, np.int64), is_there=is_there)
+        texts.note(np.array(asked, np.int64), np.array(reading, np.int64), is_there=is_there)
 
 
 @pytest.fixture
@@ -51,6 +59,17 @@ def test_the_texts_of_the_last_request_for_drafts_are_followed(texts: FollowedTe
     assert texts.which(SLOTS).tolist() == [True, False, True]
     steps(texts, 1, 1)
     assert texts.which(SLOTS).tolist() == [False, True, False]
+
+
+def test_a_text_is_followed_while_the_drafter_reads_it(texts: FollowedTexts) -> None:
+    steps(texts, 1, 0)
+    steps(texts, ASKED_STEPS + 100, reading=[0])
+    steps(texts, 1, 2, reading=[0])
+    assert texts.which(SLOTS).tolist() == [True, False, True]
+    steps(texts, ASKED_STEPS, reading=[0])
+    assert texts.which(SLOTS).tolist() == [True, False, False]
+    steps(texts, ANSWERED_STEPS)
+    assert not texts.which(SLOTS).any()
 
 
 def test_all_texts_are_followed_while_the_source_is_in_use(texts: FollowedTexts) -> None:
