@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from argparse import Namespace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
@@ -96,12 +97,13 @@ def _vllm_options(config: AppConfig) -> dict[str, Any]:
 
 @cache
 def _import(field: str, plugin: str) -> None:
-    """Imports a plugin, once in each process. vLLM logs why a file cannot be imported."""
+    """Imports a plugin, once in each process. vLLM logs why an existing file cannot be imported."""
+    is_missing = plugin.endswith(".py") and not Path(plugin).is_file()
     try:
-        is_there = import_plugin(plugin) is not None
+        module = None if is_missing else import_plugin(plugin)
     except Exception as error:  # the plugin's own
         raise ConfigError(field, plugin, f"a module without errors: {reason_of(error)}") from error
-    if not is_there:
+    if module is None:
         raise ConfigError(field, plugin, "a Python file or a module that can be imported")
 
 

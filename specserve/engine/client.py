@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from functools import cached_property
 from typing import Any
 
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -25,6 +26,33 @@ CLIENT_ERRORS = (ValueError, TypeError, OverflowError, RecursionError)
 MIN_PENALTY, MAX_PENALTY = 1e-30, 1e30
 """Bounds of ``repetition_penalty``. vLLM divides or multiplies float32 logits by it. Beyond the
 bounds they become infinite or NaN, and if a grammar forbids the other tokens, vLLM answers 500."""
+
+
+def refuse_long_lists(handler: Any, most: int) -> None:
+    """Makes vLLM's completions refuse a list of prompts that exceeds the limit alone.
+
+    vLLM admits each prompt on its own. It would answer 503 at each try, and every try would take
+    the places of other requests for a while.
+
+    Args:
+        handler: vLLM's completions of one application.
+        most: the limit of open sequences.
+    """
+    render = handler.render_completion_request
+
+    async def render_checked(request: Any) -> Any:
+        prompts = await render(request)
+        if not isinstance(prompts, ErrorResponse):
+            number = len(prompts) * (request.n or 1)
+            if number > most:
+                message = (
+                    f"prompt: {len(prompts)} prompts with n={request.n or 1} are {number} "
+                    f"sequences, and the server's limit of open sequences is {most}."
+                )
+                raise VLLMValidationError(message, parameter="prompt", value=len(prompts))
+        return prompts
+
+    handler.render_completion_request = render_checked
 
 
 class ServedLLM(AsyncLLM):

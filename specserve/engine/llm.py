@@ -36,7 +36,7 @@ from specserve.core.recent import RecentRequest
 from specserve.engine.args import serve_namespace, served_engine_args
 from specserve.engine.beams import extend_beam_search
 from specserve.engine.checkpoint import model_identity
-from specserve.engine.client import ServedLLM
+from specserve.engine.client import ServedLLM, refuse_long_lists
 from specserve.engine.cluster_memory import shared_trie, store_options
 from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.isolation import TenantLLM, close_routes, part_media, part_responses
@@ -114,6 +114,8 @@ class Engine:
         tasks = await self._llm.get_supported_tasks()
         app: FastAPI = build_app(namespace, tasks, self._llm.model_config)
         await init_app_state(self._llm, app.state, namespace, tasks)
+        if (completions := app.state.openai_serving_completion) is not None:
+            refuse_long_lists(completions, _max_requests(self._config))
         responses = getattr(app.state, "openai_serving_responses", None)
         end_with_errors(responses)
         extend_beam_search(self._llm.model_config.max_logprobs, self._learn)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from httpx import ASGITransport, AsyncClient
+from httpx import ASGITransport, AsyncClient, Response
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -208,20 +208,42 @@ def test_workers_have_our_logits_processors_with_our_hook_or_on_cpu(
     assert llm.has_processors(config) is expected
 
 
-def test_the_http_application_has_the_engines_reasoning_parser() -> None:
-    client: Any = ScriptedClient(reasoning_parser="granite")
-    answer = "Here is my thought process: A. Here is my response: B"
-    client.steps = [client.tokenizer.encode(answer, add_special_tokens=False)]
+def answer_of(client: Any, route: str, **body: Any) -> Response:
+    """What the HTTP application of an engine with this client answers."""
 
-    async def ask() -> Any:
+    async def ask() -> Response:
         app = await Engine(client.config, client).asgi_app()
-        async with AsyncClient(transport=ASGITransport(app), base_url="http://server") as http:
-            body = {"model": "demo", "messages": [{"role": "user", "content": "?"}]}
-            answer = await http.post("/v1/chat/completions", json=body)
-            return answer.json()["choices"][0]["message"]
+        transport = ASGITransport(app, raise_app_exceptions=False)
+        async with AsyncClient(transport=transport, base_url="http://server") as http:
+            return await http.post(route, json={"model": "demo"} | body)
 
-    message = asyncio.run(ask())
+    return asyncio.run(ask())
+
+
+def test_the_http_application_has_the_engines_reasoning_parser() -> None:
+    client = ScriptedClient(reasoning_parser="granite")
+    text = "Here is my thought process: A. Here is my response: B"
+    client.steps = [client.tokenizer.encode(text, add_special_tokens=False)]
+    messages = [{"role": "user", "content": "?"}]
+    answer = answer_of(client, "/v1/chat/completions", messages=messages)
+    message = answer.json()["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == (" A. ", " B")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("number", "n", "status"), [(161, 1, 400), (81, 2, 400), (160, 1, 200)])
+def test_a_list_of_prompts_that_exceeds_the_limit_alone_is_a_client_error(
+    number: int, n: int, status: int, stream: bool
+) -> None:
+    client = ScriptedClient()
+    client.steps = [[5]]
+    body = {"prompt": ["a"] * number, "n": n, "temperature": 1, "stream": stream}
+    answer = answer_of(client, "/v1/completions", **body)
+    assert answer.status_code == status, answer.text
+    if status == 400:
+        error = answer.json()["error"]
+        assert error["param"] == "prompt"
+        assert f"{number} prompts with n={n} are {number * n} sequences" in error["message"]
 
 
 def test_a_model_that_does_not_generate_has_no_text_engine() -> None:
