@@ -107,10 +107,5 @@ def _check_tenant(config: AppConfig, source: TrieConfig, tenant: str) -> None:
 
 
 def _check_adapter(config: AppConfig, adapter: str) -> None:
-    options = config.engine.vllm
-    if adapter and not options.get("enable_lora"):
+    if adapter and not config.engine.vllm.get("enable_lora"):
         raise ConfigError("--adapter", adapter, "nothing: engine.vllm.enable_lora is not set")
-    names = [each["name"] for each in options.get("lora_modules") or ()]
-    # With API keys no adapter can be loaded while serving.
-    if adapter and config.http.api_keys and adapter not in names:
-        raise ConfigError("--adapter", adapter, ", ".join(names) or "nothing: none is configured")

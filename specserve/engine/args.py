@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import (
     FrontendArgs,
     make_arg_parser,
+    propagate_flash_late_interaction,
     validate_parsed_serve_args,
 )
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
@@ -161,9 +162,11 @@ def engine_args(config: AppConfig, speculative_config: dict[str, Any] | None) ->
     namespace = serve_namespace(config)
     namespace.speculative_config = speculative_config
     try:
-        return AsyncEngineArgs.from_cli_args(namespace)
+        arguments = AsyncEngineArgs.from_cli_args(namespace)
     except (TypeError, ValueError) as error:
         raise ConfigError("engine.vllm", config.engine.vllm, reason_of(error)) from None
+    propagate_flash_late_interaction(namespace, arguments)
+    return arguments
 
 
 def served_engine_args(

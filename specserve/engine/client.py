@@ -46,8 +46,8 @@ def refuse_long_lists(handler: Any, most: int) -> None:
             number = len(prompts) * (request.n or 1)
             if number > most:
                 message = (
-                    f"prompt: {len(prompts)} prompts with n={request.n or 1} are {number} "
-                    f"sequences, and the server's limit of open sequences is {most}."
+                    f"{len(prompts)} prompts with n={request.n or 1} take {number} sequences, "
+                    f"and the server's limit of open ones is {most}."
                 )
                 raise VLLMValidationError(message, parameter="prompt", value=len(prompts))
         return prompts
@@ -86,9 +86,11 @@ class ServedLLM(AsyncLLM):
             VLLMValidationError: ``n`` is above the limit.
         """
         most = self.scheduler_config.max_num_queued_reqs
-        if most is not None and n > most:
-            message = f"n must be at most {most}, the server's limit of open sequences, got {n}."
-            raise VLLMValidationError(message, parameter="n", value=n)
+        if most is not None and n > most:  # some routes count other things than their field `n`
+            message = (
+                f"The request takes {n} sequences, and the server's limit of open ones is {most}."
+            )
+            raise VLLMValidationError(message)
         super().check_admission(n, request_id)
 
     async def add_request(

@@ -246,7 +246,6 @@ def _start_client(
             stat_loggers=[RayPrometheusStatLogger, PrometheusStatLogger],
             enable_log_requests=arguments.enable_log_requests,
             aggregate_engine_logging=arguments.aggregate_engine_logging,
-            disable_log_stats=arguments.disable_log_stats,
         )
     except (RuntimeError, ValueError) as error:
         raise EngineError(f"the engine did not start: {last_line_of(error)}") from error

@@ -30,6 +30,8 @@ ELSEWHERE = {
     "tokenizer": "this option is set by model.tokenizer",
     "max_num_queued_reqs": "this option is set by http.max_queued_requests",
     "api_key": "this option is set by http.api_keys",
+    "shutdown_timeout": "this option is set by http.drain_timeout_s",
+    "root_path": "not here: Serve sets it, see route_prefix and http_options.root_path",
     "distributed_executor_backend": "this option is set by placement",
     **_each(
         "speculative_config spec_method spec_model spec_tokens",
@@ -74,6 +76,8 @@ DEFAULT_ONLY = {
         _PLACES,
     ),
     **_each("skip_tokenizer_init tokens_only", _TOKENIZER),
+    "disable_log_stats": "/metrics and the page /speculation need the statistics",
+    "enable_request_id_headers": "Serve adds X-Request-Id to every answer",
 }
 """Option: why only vLLM's default is allowed."""
 
@@ -87,6 +91,7 @@ NOT_WITH_SOURCES = {
 NOT_WITH_KEYS = {
     "enable_scale_out": "a request could name other tenants' requests",
     "tool_server": "tenants would share its sessions",
+    "profiler_config": "its routes would profile all tenants' requests",
     **_each(
         "kv_transfer_config ec_transfer_config", "a request could name blocks of other tenants"
     ),

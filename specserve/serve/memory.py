@@ -110,9 +110,11 @@ class MemoryApi:
         if self._refusal is None:
             self._memory = memory()
             self._shares = self._has_keys and shared_trie(config).share_tenants
-        # Two pools, so that a small call does not wait while another tenant's texts are tokenized.
+        # Several pools, so that a small call does not wait while another tenant's texts are
+        # tokenized, or while a snapshot without them is written.
         self._reading = ThreadPoolExecutor(1, "memory-texts")
         self._asking = ThreadPoolExecutor(4, "memory-calls")
+        self._forgetting = ThreadPoolExecutor(4, "memory-purges")
 
     def router(self) -> APIRouter:
         """Returns the routes. If the configuration switches them off, they answer why."""
@@ -180,7 +182,7 @@ class MemoryApi:
         if self._shares:
             why = "all tenants share one memory (share_tenants), and nothing in it is one's own"
             raise HTTPException(403, f"{why}; `specserve trie purge` clears it")
-        num_tokens = await _run_in(self._asking, lambda: self._memory.purge(tenant))
+        num_tokens = await _run_in(self._forgetting, lambda: self._memory.purge(tenant))
         return {"forgotten_tokens": num_tokens}
 
 

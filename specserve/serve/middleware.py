@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
 
+from specserve.core.errors import EngineError
 from specserve.serve.shared import AS_OF, CACHEABLE, Shared
 
 _GONE_S = 1.0
@@ -116,9 +117,15 @@ def add_exception_handlers(
     """Adds handlers to an application whose middleware stack is already built, such as vLLM's.
 
     The stack is not rebuilt: vLLM's metrics of HTTP requests work only in the first one.
+
+    Raises:
+        EngineError: a configured middleware does not keep the next one as ``app``.
     """
     layer: Any = app.middleware_stack
     while not isinstance(layer, ExceptionMiddleware):
+        if not hasattr(layer, "app"):
+            name = type(layer).__name__
+            raise EngineError(f"engine.vllm.middleware: {name} has no attribute 'app'")
         layer = layer.app
     for error, handler in handlers.items():
         layer.add_exception_handler(error, handler)

@@ -34,6 +34,9 @@ from specserve.serve.progress import Progress
 from specserve.serve.speculation import SpeculationMonitor
 from specserve.serve.tenants import ApiKeys, TenantMiddleware, label_key
 
+_LOGS = ("enable_log_requests", "aggregate_engine_logging")
+"""Options of vLLM that ask for log lines of level INFO."""
+
 
 @serve.ingress()
 class ModelServer:
@@ -55,7 +58,8 @@ class ModelServer:
     async def _start(self) -> None:
         # vLLM is imported below: it takes seconds, and the process that builds the application does
         # not need it. vLLM reads its log level at import; INFO lines would hide our progress lines.
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        logs = any(self._config.engine.vllm.get(each) for each in _LOGS)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if logs else "WARNING")
         # A library of vLLM's routes sets the root logger to this level, or to ERROR without it.
         os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
         check_vllm(self._config)  # this node's version may differ from that of the building node

@@ -26,7 +26,7 @@ class SnapshotStats(msgspec.Struct, kw_only=True):
 
     Attributes:
         num_errors: failed writes and reads.
-        last_error: the last failure; empty after the next successful write.
+        last_error: the last failure; empty after the next successful read or write.
         age_s: time since the last write, in seconds; -1 before the first.
         num_bytes: size of the last snapshot written, in bytes.
     """
@@ -47,8 +47,7 @@ class SnapshotKeeper:
 
     Args:
         state: returns the content to save.
-        take_over: called with the content of the snapshot that was read. SnapshotError: the
-            snapshot cannot be used now.
+        take_over: called with the content of the snapshot that was read.
     """
 
     def __init__(
@@ -124,6 +123,7 @@ class SnapshotKeeper:
             self._take_over(loaded)
             self._saved = loaded.held
         self._was_read = True
+        self._stats.last_error = ""
 
     def _save(self, only_changes: bool = False) -> int:
         if not self._was_read:

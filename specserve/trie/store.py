@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from specserve.core.errors import ConfigError, SnapshotError
+from specserve.core.errors import ConfigError
 from specserve.trie.log_snapshot import SnapshotFile
 from specserve.trie.records import (
     MAX_NAME_CHARS,
@@ -217,6 +217,8 @@ class TrieStore:
 
     def _take(self, record: Record) -> None:
         problem = problem_of(record, self._options.vocab_size)
+        if not problem and is_ahead(record):
+            problem = "its stamp is in the future: compare the nodes' clocks"
         if not problem:
             self._log.append(record)
         elif not self._has_warned:
@@ -240,9 +242,7 @@ class TrieStore:
             return self._log.state()
 
     def _take_over(self, state: LogState) -> None:
-        if any(map(is_ahead, state.records)):  # this node's clock may be set soon
-            reason = "has texts from the future: compare the nodes' clocks"
-            raise SnapshotError(f"snapshot {self._options.snapshot_file} {reason}")
+        # Texts from the future are taken: this node's clock may be slow until it is set.
         vocab_size = self._options.vocab_size
         good = [each for each in state.records if not problem_of(each, vocab_size)]
         with self._lock:

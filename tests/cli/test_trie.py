@@ -173,11 +173,6 @@ def test_a_purge_needs_either_a_namespace_or_a_tenant(arguments: list[str]) -> N
             "--tenant: 'team-a' is not allowed; allowed: nothing: all requests share one",
         ),
         ({}, ["--adapter", "a"], "--adapter: 'a' is not allowed; allowed: nothing: engine.vllm."),
-        (
-            {"http": {"api_keys": KEYS}, "engine": {"vllm": {"enable_lora": True}}},
-            ["--tenant", "team-a", "--adapter", "a"],
-            "--adapter: 'a' is not allowed; allowed: nothing: none is configured",
-        ),
         ({}, ["--application", "x"], "--application: 'x' is not allowed; allowed: app0"),
         ({"model": {"path": "no/such/model/at/all"}}, [], "app.yaml: model.path: "),
         ({"modell": {}}, [], "app.yaml: applications.0.args.modell: "),
@@ -240,7 +235,7 @@ def test_warm_texts_have_the_namespace_of_their_requests(tmp_path: Path) -> None
     plain = Warmup.of(serve_file(tmp_path, {}), "", "", "")
     assert plain.namespace == namespace(identity)
     assert plain.store.fingerprint == identity
-    lora = {"enable_lora": True, "lora_modules": [{"name": "an-adapter", "path": "x"}]}
+    lora = {"enable_lora": True}
     path = serve_file(tmp_path, {}, {"http": {"api_keys": KEYS}, "engine": {"vllm": lora}})
     taught = Warmup.of(path, "app1", "team-b", "an-adapter")
     assert taught.namespace == namespace(identity, "an-adapter", "team-b")

@@ -10,6 +10,7 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
 from vllm.platforms import current_platform
+from vllm.reasoning import ReasoningParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from specserve.core.config import AppConfig, parse
@@ -42,6 +43,10 @@ def config(vllm: dict[str, Any] | None = None, **sections: Any) -> AppConfig:
         ({"ssl_keyfile": "key.pem"}, "http_options"),
         ({"api_key": ["sk-1"]}, "http.api_keys"),
         ({"uds": "/run/socket"}, "http_options"),
+        ({"root_path": "/llm"}, "route_prefix"),
+        ({"shutdown_timeout": 5}, "http.drain_timeout_s"),
+        ({"disable_log_stats": True}, "False, since /metrics and the page"),
+        ({"enable_request_id_headers": True}, "False, since Serve adds X-Request-Id"),
         ({"headless": True}, "placement.num_replicas"),
         ({"api_server_count": 2}, "placement.num_replicas"),
         ({"spec_tokens": 3}, "speculation"),
@@ -82,7 +87,10 @@ def test_options_that_vllm_serve_refuses_together_are_refused(
     assert refused.value.allowed.startswith(words)
 
 
-def test_a_plugins_parser_may_be_named(tmp_path: Path) -> None:
+def test_a_plugins_parser_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for registry in ("reasoning_parsers", "lazy_parsers"):
+        known = dict(vars(ReasoningParserManager)[registry])
+        monkeypatch.setattr(ReasoningParserManager, registry, known)
     plugin = tmp_path / "a_plugin_of_a_test.py"
     plugin.write_text(
         "from vllm.reasoning import ReasoningParserManager\n"
@@ -105,6 +113,7 @@ def test_a_plugins_parser_may_be_named(tmp_path: Path) -> None:
         {"enable_scale_out": True},
         {"tool_server": "demo"},
         {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
+        {"profiler_config": {"profiler": "torch", "torch_profiler_dir": "/tmp"}},
     ],
 )
 def test_an_option_that_tenants_would_share_is_refused_with_api_keys(

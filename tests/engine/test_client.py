@@ -104,7 +104,7 @@ def test_a_request_that_exceeds_the_limit_alone_is_a_client_error(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client.scheduler_config, "max_num_queued_reqs", 4)
-    with pytest.raises(VLLMValidationError, match=r"n must be at most 4, .* got 5\."):
+    with pytest.raises(VLLMValidationError, match=r"takes 5 sequences, .* is 4\."):
         client.check_admission(5)
     client.check_admission(4)
 

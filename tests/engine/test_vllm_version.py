@@ -76,6 +76,15 @@ def test_vllms_own_api_key_is_refused_since_it_leaves_routes_open(
     check_vllm(config(http={"api_keys": [{"env": "A_KEY", "tenant": "a"}]}))
 
 
+def test_adapters_cannot_be_loaded_at_run_time_in_several_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
+    check_vllm(config())
+    with pytest.raises(ConfigError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING: 'True' is not"):
+        check_vllm(config(placement={"num_replicas": 2}))
+
+
 def test_the_v2_model_runner_is_refused_only_with_draft_sources(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -281,6 +281,9 @@ def test_a_paying_source_stays_due_after_a_step_in_which_no_draft_fits(
     assert ask.limits(context(0, unseen=0.9), empty()).any()
     assert not ask.limits(context(1, unseen=0.9, limits=(0,)), empty()).any()
     assert ask.is_due(2, SLOTS)
+    for step in range(2, 1 + MAX_ASK_INTERVAL):
+        ask.limits(context(step, unseen=0.9, limits=(0,)), empty())
+    assert ask.is_slow  # no request wants drafts
 
 
 def test_a_call_that_only_sends_a_text_is_not_measured(

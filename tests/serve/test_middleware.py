@@ -19,8 +19,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specserve.core.errors import EngineError
 from specserve.serve.middleware import (
     DisconnectMiddleware,
     RetryAfterMiddleware,
@@ -333,6 +334,21 @@ def test_added_handlers_keep_the_counts_of_requests() -> None:
     assert answer.json()["error"]["type"] == "NotFoundError"
     labels = {"method": "GET", "status": "4xx", "handler": "none"}
     assert registry.get_sample_value("http_requests_total", labels) == 1
+
+
+def test_a_middleware_without_the_next_one_is_named() -> None:
+    class Opaque:
+        def __init__(self, app: ASGIApp) -> None:
+            self._next = app
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await self._next(scope, receive, send)
+
+    app = FastAPI()
+    app.add_middleware(Opaque)
+    app.middleware_stack = app.build_middleware_stack()
+    with pytest.raises(EngineError, match=r"engine\.vllm\.middleware: Opaque has no attribute"):
+        add_exception_handlers(app, {HTTPException: answer_http_error})
 
 
 async def accept(request: Request) -> Response:
