@@ -76,24 +76,22 @@ def test_vllms_own_api_key_is_refused_since_it_leaves_routes_open(
     check_vllm(config(http={"api_keys": [{"env": "A_KEY", "tenant": "a"}]}))
 
 
-def test_adapters_cannot_be_loaded_at_run_time_in_several_replicas(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("variable", "value", "sections"),
+    [
+        ("VLLM_USE_V2_MODEL_RUNNER", "1", {"speculation": [{"kind": "ngram"}]}),
+        ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True", {"placement": {"num_replicas": 2}}),
+    ],
+)
+def test_a_variable_is_refused_only_where_it_cannot_work(
+    variable: str, value: str, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
+    monkeypatch.setenv(variable, value)
     check_vllm(config())
-    with pytest.raises(ConfigError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING: 'True' is not"):
-        check_vllm(config(placement={"num_replicas": 2}))
-
-
-def test_the_v2_model_runner_is_refused_only_with_draft_sources(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    check_vllm(config())
-    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER: '1' is not allowed"):
-        check_vllm(config(speculation=[{"kind": "ngram"}]))
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    check_vllm(config(speculation=[{"kind": "ngram"}]))
+    with pytest.raises(ConfigError, match=f"{variable}: '{value}' is not allowed"):
+        check_vllm(config(**sections))
+    monkeypatch.setenv(variable, "0")
+    check_vllm(config(**sections))
 
 
 @pytest.mark.parametrize(
