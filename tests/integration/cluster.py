@@ -60,16 +60,26 @@ def eventually(
         time.sleep(interval_s)
 
 
-def free_ports(number: int) -> list[int]:
-    """TCP ports of the loopback interface on which no process listens.
+def _shuffled_ports() -> Iterator[int]:
+    """Each port once, and to each of pytest's processes other ones."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ports = PORTS[worker :: int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))]
+    yield from random.sample(ports, len(ports))
 
-    They are outside the system's range for outgoing connections. Otherwise such a connection could
-    take a port before its server does.
+
+_ports = _shuffled_ports()
+
+
+def free_ports(number: int) -> list[int]:
+    """TCP ports on which no process listens, and which no call before has returned.
+
+    A server may need a minute until it listens. They are outside the system's range for outgoing
+    connections. Otherwise such a connection could take a port before its server does.
     """
     found: list[int] = []
-    for port in random.sample(PORTS, len(PORTS)):
+    for port in _ports:
         with socket.socket() as each, suppress(OSError):
-            each.bind((HOST, port))
+            each.bind(("", port))
             found.append(port)
         if len(found) == number:
             return found
@@ -107,6 +117,7 @@ class Cluster:
         self.temporary.mkdir()
         self._mark = f"{MARK}={self.folder}"
         self._heads: list[subprocess.Popen[bytes]] = []
+        self._daemons: list[psutil.Process] = []
         self._has_dashboard = False
         self.metrics_ports: list[int] = []
         self.address = ""
@@ -169,6 +180,16 @@ class Cluster:
         for num_cpus in self._num_cpus[1:]:
             self._start_node(num_cpus, "--address", self.address)
         self._await_nodes(len(self._num_cpus))
+        self._daemons = [*self.processes("gcs_server"), *self.processes("raylet/raylet")]
+
+    def dead_daemons(self) -> str:
+        """Which of Ray's control store and raylets have ended, with the output of all. Else ""."""
+        dead = [daemon for daemon in self._daemons if not is_alive(daemon)]
+        if not dead:
+            return ""
+        logs = [*self.folder.glob("node*.log"), *self.folder.glob("session_latest/logs/[gr]*.*")]
+        tails = (f"{log}:\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
+        return f"{len(dead)} of Ray's daemons have ended\n" + "\n".join(tails)
 
     def stop(self) -> None:
         """Stops the nodes.
@@ -337,11 +358,13 @@ class Deployment:
     def eventually(
         self, ask: Callable[[], T | None], what: str | Callable[[], str], timeout_s: float
     ) -> T:
-        """Like the function :func:`eventually`, but fails at once when `serve run` has ended."""
+        """Like the function :func:`eventually`, but fails at once when Serve or Ray has ended."""
 
         def ask_or_fail() -> T | None:
             if self._process.poll() is not None:
                 raise Failed(f"`serve run` ended with {self._process.returncode}:\n{self.tail()}")
+            if dead := self.cluster.dead_daemons():
+                raise Failed(dead)
             return ask()
 
         try:

@@ -113,7 +113,7 @@ def api(shared: Deployment) -> Iterator[Api]:
         yield api
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def faults(stage: Stage, nodes: Stage) -> Cluster:
     """A cluster with no deployment, in which tests kill stores and drafters."""
     stage.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from tests.integration.applications import KEYS
@@ -30,7 +31,10 @@ class Stage:
         self._deployment: Deployment | None = None
 
     def cluster(self) -> Cluster:
-        """The running cluster."""
+        """The running cluster. One whose daemons have died is replaced."""
+        if self._cluster is not None and self._cluster.dead_daemons():
+            with suppress(Exception):  # nothing of it ends as it should
+                self.end()
         if self._cluster is None:
             self._cluster = self._new_cluster()
             self._cluster.start()
@@ -38,9 +42,10 @@ class Stage:
 
     def serve(self, applications: Mapping[str, Mapping[str, Any]]) -> Deployment:
         """A deployment of these applications. If it was just started, it is not ready yet."""
+        cluster = self.cluster()
         if self._deployment is None or applications != self._applications:
             self.clear()
-            self._deployment = Deployment(self.cluster(), applications)
+            self._deployment = Deployment(cluster, applications)
             self._applications = applications
         return self._deployment
 
