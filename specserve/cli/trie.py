@@ -170,7 +170,7 @@ def _print_stats(console: Console, name: str, stats: StoreStats) -> None:
         "model": stats.fingerprint,
         "tokens": f"{stats.num_tokens:,} ({stats.dropped_tokens:,} dropped: memory full)",
         "bytes": f"{stats.num_bytes:,} of {stats.max_bytes:,}",
-        "positions": f"{stats.num_records:,}",
+        "records": f"{stats.num_records:,}",
         "replicas": str(stats.num_replicas),
         "up": f"{stats.up_s:,.0f} s",
         "last snapshot": _last_snapshot(stats),

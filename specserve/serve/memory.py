@@ -74,7 +74,10 @@ class Turns:
         key = kind, tenant
         wait_s = self._used_until.get(key, 0.0) - self._clock() - BURST_S
         if wait_s > 0:
-            detail = f"at most {BYTES_PER_S} bytes a second: try again in {wait_s:.1f} s"
+            detail = (
+                f"at most {BYTES_PER_S} bytes a second, and each call counts {CALL_BYTES} more than its"
+                f" body: try again in {wait_s:.1f} s"
+            )
             raise HTTPException(429, detail, {"Retry-After": str(ceil(wait_s))})
         if key in self._in_progress:
             raise HTTPException(429, "another such call of the tenant is being answered")

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from specserve.core.config import AppConfig
 from specserve.core.metric_specs import ALL, OF_DRAFTERS
 from specserve.core.source_config import SourceConfig
+from specserve.engine.refused_options import NOT_WITH_KEYS
 from tests.peers.speed_chart import CHART, drawn
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +69,12 @@ def test_the_page_of_commands_has_every_command() -> None:
     page = GENERATED["commands"]()
     for command in ("check", "compare", "split-mtp", "trie warm", "trie stats"):
         assert f"usage: specserve {command} " in page
+
+
+def test_the_tenants_page_has_every_option_refused_with_keys() -> None:
+    page = (ROOT / "docs/operations/tenants.md").read_text()
+    (sentence,) = re.findall(r"are refused with `api_keys`: ([^.]*)\.", page)
+    assert set(re.findall(r"`(\w+)`", sentence)) == set(NOT_WITH_KEYS)
 
 
 def test_the_metrics_page_has_every_metric() -> None:

@@ -66,6 +66,18 @@ def environment(overlay: str) -> dict[str, str]:
 
 
 @every_overlay
+def test_running_requests_may_finish_before_a_pod_ends(overlay: str, tmp_path: Path) -> None:
+    (variables,) = (
+        found["data"]
+        for found in of_kind(overlay, "ConfigMap")
+        if found["metadata"]["name"] == "specserve-two-nodes"
+    )
+    ray_waits_s = float(variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+    assert application(overlay, tmp_path).config.http.drain_timeout_s < ray_waits_s
+    assert all(ray_waits_s < pod["spec"]["terminationGracePeriodSeconds"] for pod in pods(overlay))
+
+
+@every_overlay
 def test_the_ray_service_is_valid_for_kuberay(overlay: str) -> None:
     ray_service_validator().validate(ray_service(overlay))
 

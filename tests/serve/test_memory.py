@@ -293,7 +293,9 @@ def test_a_tenant_over_its_rate_gets_429_with_retry_after(
     assert client.post(PATH, content=body).status_code == 200
     clock.now += 0.5
     refused = client.post(PATH, content=body)
-    assert "at most 1024 bytes a second: try again in 29.5 s" in error_of(refused, 429)["message"]
+    message = error_of(refused, 429)["message"]
+    assert "at most 1024 bytes a second, and each call counts 16384 more" in message
+    assert "try again in 29.5 s" in message
     assert refused.headers.get_list("Retry-After") == ["30"]
     assert client.post(PATH, content=body, headers=B).status_code == 200
     assert client.delete(PATH).status_code == 200  # a tenant can still delete
