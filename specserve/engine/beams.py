@@ -31,6 +31,7 @@ from vllm.utils import random_uuid
 from vllm.utils.async_utils import collect_from_async_generator
 
 from specserve.core.types import Float64Array
+from specserve.engine.client import IS_ADMITTED
 from specserve.sources.controls import samples_beams
 
 Learn = Callable[[list[int], int, str], Awaitable[None]]
@@ -60,12 +61,17 @@ def extend_beam_search(max_logprobs: int, learn: Learn) -> None:
         is_drawn = hasattr(params, "drawing") and prompt["type"] != "embeds"  # refused by vLLM
         search = sampled_beam_search if is_drawn else plain
         adapter = lora_request.lora_name if lora_request is not None else ""
-        async for output in search(self, prompt, request_id, params, lora_request, **options):
-            best = output.outputs[0]
-            if best.finish_reason in ("stop", "length"):
-                asked = output.prompt_token_ids
-                await learn([*asked, *best.token_ids], len(asked), adapter)
-            yield output
+        # Between two steps the search has no request in the engine, so others may take its places.
+        IS_ADMITTED.set(True)
+        try:
+            async for output in search(self, prompt, request_id, params, lora_request, **options):
+                best = output.outputs[0]
+                if best.finish_reason in ("stop", "length"):
+                    asked = output.prompt_token_ids
+                    await learn([*asked, *best.token_ids], len(asked), adapter)
+                yield output
+        finally:
+            IS_ADMITTED.set(False)
 
     BeamSearchOnlineMixin.beam_search = beam_search
 

@@ -200,8 +200,7 @@ class ProposerHook:
         self._reporting.difference_update(request_ids)
         slots = self._slots.find(request_ids)
         if len(slots):
-            if self._chain.has_unseen_texts:
-                self._chain.finish(self._last_texts(request_ids))
+            self._chain.finish(self._last_texts(request_ids))
             self._chain.close(slots)
             self._slots.free(request_ids)
             self._request_ids = []
@@ -270,11 +269,14 @@ class ProposerHook:
     def _open(self, request_id: str, present: Sequence[str]) -> None:
         """Opens a request at its first step, or at the first one after it lost its slot."""
         params = self._runner.requests[request_id].sampling_params
-        most, least = NO_LIMIT, 0
+        most, least, stops = NO_LIMIT, 0, []
         if params is not None:
             most, least = params.max_tokens or NO_LIMIT, params.min_tokens
+            stops = [*(params.stop_token_ids or ())]
+            if params.eos_token_id is not None:  # None with `ignore_eos`
+                stops.insert(0, params.eos_token_id)
         controls = self._read_controls(request_id)
-        self._chain.open(self._free_slot(request_id, present), controls, most, least)
+        self._chain.open(self._free_slot(request_id, present), controls, most, least, stops)
         self._recent.began(request_id, controls)
         if controls.report or self._reports_all:
             self._reporting.add(request_id)

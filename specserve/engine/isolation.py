@@ -127,11 +127,10 @@ def part_responses(handler: Any) -> None:
     """Lets only its own tenant find, continue, cancel or replace a stored response.
 
     Args:
-        handler: vLLM's ``OpenAIServingResponses``; None: the model does not generate.
+        handler: vLLM's ``OpenAIServingResponses``.
     """
-    if handler is not None:
-        for name in _RESPONSE_STORES:
-            setattr(handler, name, TenantDict())
+    for name in _RESPONSE_STORES:
+        setattr(handler, name, TenantDict())
 
 
 def close_routes(app: FastAPI) -> None:

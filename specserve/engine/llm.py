@@ -99,6 +99,11 @@ class Engine:
             raise EngineError(
                 f"vLLM refuses the configuration of {config.model.path}: {last_line_of(error)}"
             ) from error
+        if (runner := vllm_config.model_config.runner_type) != "generate":
+            raise EngineError(
+                f"{config.model.path} is for vLLM's runner {runner!r}; allowed: models that "
+                "generate text"
+            )
         if in_process:  # the engine core's process inherits these variables
             os.environ.update(openmp_environment(config.placement.num_cpus_per_shard))
         return cls(config, _start_client(config, vllm_config, arguments))
@@ -114,9 +119,8 @@ class Engine:
         tasks = await self._llm.get_supported_tasks()
         app: FastAPI = build_app(namespace, tasks, self._llm.model_config)
         await init_app_state(self._llm, app.state, namespace, tasks)
-        if (completions := app.state.openai_serving_completion) is not None:
-            refuse_long_lists(completions, _max_requests(self._config))
-        responses = getattr(app.state, "openai_serving_responses", None)
+        refuse_long_lists(app.state.openai_serving_completion, _max_requests(self._config))
+        responses = app.state.openai_serving_responses
         end_with_errors(responses)
         extend_beam_search(self._llm.model_config.max_logprobs, self._learn)
         if self._config.http.api_keys:
@@ -126,11 +130,9 @@ class Engine:
         app.state.server = SimpleNamespace(should_exit=False)
         return app
 
-    def text_engine(self, app: FastAPI) -> TextEngine | None:
-        """The engine interface of the generation API; None: the model does not generate."""
+    def text_engine(self, app: FastAPI) -> TextEngine:
+        """The engine interface of the generation API."""
         handler = app.state.openai_serving_completion
-        if handler is None:
-            return None
         return TextGenerator(
             self._llm,
             handler.models,

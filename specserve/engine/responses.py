@@ -16,25 +16,29 @@ def end_with_errors(handler: Any) -> None:
     """Makes a failing stream end with the event ``error``.
 
     vLLM closes the connection within the stream, even if the request is wrong. For example, it
-    checks token ids only after the first events.
+    checks token ids only after the first events. A stream from the background would wait for ever.
 
     Args:
-        handler: vLLM's ``OpenAIServingResponses``; None: the model does not generate.
+        handler: vLLM's ``OpenAIServingResponses``.
     """
-    if handler is None:
-        return
     stream = handler.responses_stream_generator
+    from_background = handler.responses_background_stream_generator
 
-    async def ended_with_errors(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    async def ended_with_errors(
+        request: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
         number = 0
         try:
-            async for event in stream(*args, **kwargs):
+            async for event in stream(request, *args, **kwargs):
                 number += 1
                 yield event
         except Exception as error:
             found = create_error_response(error).error
             if found.code >= 500:  # else the client's request is wrong
                 logger.exception("A response was not streamed to its end")
+            stored = handler.response_store.get(request.request_id)
+            if stored is not None and stored.status != "cancelled":
+                stored.status = "failed"
             yield ResponseErrorEvent(
                 type="error",
                 code=found.type,
@@ -43,4 +47,11 @@ def end_with_errors(handler: Any) -> None:
                 sequence_number=number,
             )
 
+    async def ended_after_errors(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        async for event in from_background(*args, **kwargs):
+            yield event
+            if getattr(event, "type", "") == "error":
+                return
+
     handler.responses_stream_generator = ended_with_errors
+    handler.responses_background_stream_generator = ended_after_errors

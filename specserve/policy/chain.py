@@ -7,7 +7,7 @@ The engine's hook calls, in this order::
     chain.cost.observe(n, draft_tokens, seconds)     if the step only decoded the same requests
     drafts = chain.step(batch)                       drafts of the sources that are due
     chain.num_idle_steps(slots)                      number of next steps that need no call
-    chain.finish(batch)                              when requests end, if has_unseen_texts
+    chain.finish(batch)                              when requests end
     chain.close(slots)                               when requests have ended or were aborted
 """
 
@@ -59,6 +59,7 @@ logger = logging.getLogger(__name__)
 NO_LIMIT = 1 << 30
 """More tokens than any text has."""
 
+_MAX_STOPS = 8  # stop tokens of a request at which its drafts are cut; the others only cost time
 _PATIENCE_STEPS = 8  # steps without calibration after which drafts are sent anyway
 
 _Call = tuple[AskPolicy, Int32Array, Int32Array]
@@ -97,12 +98,13 @@ class Chain:
         count, longest = len(members), max(each.max_draft_len for each in members)
         self._clock = clock
         self._max_len = max_len
+        self._stops: Int32Array = np.full((num_slots, _MAX_STOPS), -1, np.int32)
         self._acceptance = Acceptance(count, num_slots, longest)
         self._sources: list[AskPolicy] = []
         self.labels: tuple[str, ...] = ()
         for place, each in enumerate(members):
             offers, first = self._acceptance.offers(place), len(self.labels)
-            guard = GuardedSource(each, metrics, vocab_size, clock, offers, first)
+            guard = GuardedSource(each, metrics, vocab_size, clock, offers, self._stops, first)
             if not each.dynamic:
                 self._sources.append(AskPolicy(place, guard))
             elif isinstance(each.source, RemoteSource):
@@ -147,6 +149,7 @@ class Chain:
         controls: RequestControls,
         max_output: int = NO_LIMIT,
         min_output: int = 0,
+        stops: Sequence[int] = (),
     ) -> None:
         """Registers a new request in a free slot.
 
@@ -155,7 +158,10 @@ class Chain:
             controls: the request's options.
             max_output: most output tokens.
             min_output: output tokens before a stop token may end the request.
+            stops: tokens that end the request.
         """
+        kept = stops[:_MAX_STOPS]
+        self._stops[slot, : len(kept)], self._stops[slot, len(kept) :] = kept, -1
         self._acceptance.open(slot, controls.tenant)
         request = self._work.requests[slot]
         request[MAX_OUTPUT] = min(max_output, NO_LIMIT)
@@ -249,13 +255,11 @@ class Chain:
         self._observe_calls(calls, self._clock() - began, planned[1])
         return drafts
 
-    @property
-    def has_unseen_texts(self) -> bool:
-        """Whether a source that learns is in back-off, so that it may have missed new tokens."""
-        return any(each.member.learns and each.is_slow for each in self._sources)
-
     def finish(self, batch: DraftBatch) -> None:
-        """Shows the texts of ending requests to the sources that learn from them."""
+        """Shows the texts of ending requests to the sources that learn from them.
+
+        A source may have been skipped in the last steps, or be behind a long text.
+        """
         for each in self._sources:
             if each.member.learns and each.guard.ready and len(batch.slots):
                 each.guard.propose(batch, np.zeros(len(batch.slots), np.int32))

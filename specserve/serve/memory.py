@@ -75,8 +75,8 @@ class Turns:
         wait_s = self._used_until.get(key, 0.0) - self._clock() - BURST_S
         if wait_s > 0:
             detail = (
-                f"at most {BYTES_PER_S} bytes a second, and each call counts {CALL_BYTES} more than its"
-                f" body: try again in {wait_s:.1f} s"
+                f"at most {BYTES_PER_S} bytes a second, and each call counts {CALL_BYTES} more "
+                f"than its body: try again in {wait_s:.1f} s"
             )
             raise HTTPException(429, detail, {"Retry-After": str(ceil(wait_s))})
         if key in self._in_progress:

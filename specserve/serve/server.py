@@ -91,9 +91,8 @@ class ModelServer:
         app.include_router(
             MemoryApi(self._config, lambda: self._engine.tenant_memory(app)).router()
         )
-        texts = self._engine.text_engine(app) if self._config.http.generation_api else None
-        if texts is not None:
-            app.include_router(generation_router(self._config, texts))
+        if self._config.http.generation_api:
+            app.include_router(generation_router(self._config, self._engine.text_engine(app)))
         serve_fresh_metrics(app, monitor.refresh, prometheus_client.REGISTRY)
         refuse_scaling(app)
         add_exception_handlers(

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from specserve.core.backoff import Backoff
-from specserve.core.compile import direct, kernel, kernel_array
+from specserve.core.compile import direct, inner, kernel, kernel_array
 from specserve.core.errors import shorten
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
@@ -36,6 +36,7 @@ class GuardedSource:
         vocab_size: draft tokens are 0 .. ``vocab_size - 1``; a draft with others is dropped.
         clock: monotonic seconds.
         offers: where the source's drafts are written, by slot; room for the longest draft.
+        stops: int32 ``[num_slots, k]``, tokens that end each request, then -1. Drafts end before.
         first_label: index of the source's first label among the labels of all sources.
 
     Attributes:
@@ -50,6 +51,7 @@ class GuardedSource:
         vocab_size: int,
         clock: Callable[[], float],
         offers: Drafts,
+        stops: Int32Array,
         first_label: int = 0,
     ) -> None:
         self.member = member
@@ -58,11 +60,12 @@ class GuardedSource:
         self._bounds = vocab_size, len(member.labels), first_label
         self._clock = clock
         self._offers = offers
+        self._stops = stops
         self._up = True
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self._given = self._checked = Drafts.empty(0, 1)  # what the source returned, as checked
         none = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        self._take = direct(_take, offers, *none, self._checked, self._bounds)
+        self._take = direct(_take, offers, stops, *none, self._checked, self._bounds)
 
     @property
     def ready(self) -> bool:
@@ -87,7 +90,7 @@ class GuardedSource:
                 self._given = self._checked if is_copied else given
             drafts = self._checked
             num_malformed, num_wanted = self._take(
-                self._offers, batch.slots, limits, drafts, self._bounds
+                self._offers, self._stops, batch.slots, limits, drafts, self._bounds
             )
         except Exception as error:
             self._switch_off(error)
@@ -150,11 +153,23 @@ def _checked(drafts: Drafts, num_rows: int) -> Drafts:
     return checked
 
 
+@inner
+def _is_stop(stops, token):  # type: ignore[no-untyped-def]
+    """Whether a token is among the first of ``stops``, which -1 ends."""
+    for stop in stops:
+        if stop < 0:
+            return False
+        if stop == token:
+            return True
+    return False
+
+
 @kernel
-def _take(offers, slots, limits, drafts, bounds):  # type: ignore[no-untyped-def]
+def _take(offers, stops, slots, limits, drafts, bounds):  # type: ignore[no-untyped-def]
     """Cuts drafts to their limits, drops invalid ones and copies them into ``offers``.
 
-    An invalid token would be read outside the target's embedding.
+    A draft ends before a token that ends its request: if all of it is accepted, the target samples
+    this token in the same step. An invalid token would be read outside the target's embedding.
 
     Returns:
         (number of dropped drafts, number of limits above 0).
@@ -167,11 +182,16 @@ def _take(offers, slots, limits, drafts, bounds):  # type: ignore[no-untyped-def
         length = max(min(lengths[row], limit), 0)
         is_good = 0 <= lengths[row] <= tokens.shape[1] and labels[row] < num_labels
         if is_good:
-            for j in range(length):
+            j = 0
+            while j < length:
+                if _is_stop(stops[slot], tokens[row, j]):
+                    length = j
+                    break
                 is_token = 0 <= tokens[row, j] < vocab_size
                 is_good = is_good and is_token and 0.0 <= confidence[row, j] <= 1.0
                 offers.tokens[slot, j] = tokens[row, j]
                 offers.confidence[slot, j] = confidence[row, j]
+                j += 1
         if limit > 0:
             num_wanted += 1
             num_malformed += not is_good

@@ -35,11 +35,13 @@ from specserve.trie.unsent import UnsentTexts
 logger = logging.getLogger(__name__)
 
 LEARN_TOKENS_PER_STEP = 4096
-"""Most tokens of long prompts learned in one step, over all requests: 1 to 2 ms."""
+"""Most tokens of long prompts learned in one step, over all requests: 1 to 2 ms. If no request of
+the step wants a draft, there is no limit: a text that ends is learned to its end."""
 
 SHOWN_S = 600.0
 """Seconds for which ``reason`` says that a namespace has no trie; less, if a request finds one."""
 
+_NO_LIMIT = 1 << 30
 _NO_TRIE = -1
 
 
@@ -132,7 +134,8 @@ class TrieSource:
         """See :class:`specserve.sources.base.Source`; learns from all rows, then looks up."""
         slots, size = batch.slots, len(limits)
         arrays, drafts = batch[:4], self._drafts.rows(size)
-        begins, ends, budget = self._begins[:size], self._ends[:size], LEARN_TOKENS_PER_STEP
+        begins, ends = self._begins[:size], self._ends[:size]
+        budget = LEARN_TOKENS_PER_STEP if limits.any() else _NO_LIMIT
         if self._not_in_first:
             drafts.lengths[:] = 0
         for trie, rows in self._rows_by_trie(slots):

@@ -20,6 +20,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 
 from specserve.engine.beams import Drawing, draw, extend_beam_search, warped
+from specserve.engine.client import IS_ADMITTED
 from specserve.engine.tenants import stamp_controls
 
 EOS, PROMPT = 0, [3, 4]
@@ -58,11 +59,13 @@ class Front(BeamSearchOnlineMixin):  # type: ignore[misc]
         )
         self._finish_reason = finish_reason
         self.ids: list[str] = []
+        self.are_admitted: list[bool] = []
 
     async def _generate(
         self, prompt: Any, params: SamplingParams, request_id: str, **_: Any
     ) -> AsyncIterator[Any]:
         self.ids.append(request_id)
+        self.are_admitted.append(IS_ADMITTED.get())
         candidates = {
             token: Logprob(score)
             for token, score in enumerate(next_logprobs(prompt["prompt_token_ids"]).tolist())
@@ -93,6 +96,15 @@ def beams_of(
 
     (output,) = asyncio.run(run())
     return output
+
+
+@pytest.mark.parametrize("xargs", [{}, {"beam_sample": 1}])
+def test_steps_of_an_admitted_search_are_admitted(xargs: dict[str, Any]) -> None:
+    front = Front()
+    beams_of(params_of(vllm_xargs=xargs), front)
+    assert len(front.are_admitted) > WIDTH
+    assert all(front.are_admitted)
+    assert not IS_ADMITTED.get()
 
 
 def test_candidates_are_those_that_transformers_keeps() -> None:

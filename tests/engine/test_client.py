@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from contextvars import copy_context
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import QueueOverflowError, VLLMValidationError
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from specserve.engine.client import ServedLLM
+from specserve.engine.client import IS_ADMITTED, ServedLLM
 from tests.engine.scripted_client import ScriptedClient
 
 NESTED: Any = 1
@@ -107,6 +108,20 @@ def test_a_request_that_exceeds_the_limit_alone_is_a_client_error(
     with pytest.raises(VLLMValidationError, match=r"takes 5 sequences, .* is 4\."):
         client.check_admission(5)
     client.check_admission(4)
+
+
+def test_a_beam_searchs_steps_are_admitted_while_the_queue_is_full(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client.scheduler_config, "max_num_queued_reqs", 1)
+    monkeypatch.setattr(client, "get_num_unfinished_requests", lambda: 1)
+    monkeypatch.setattr(client, "admission_stats", None)
+    monkeypatch.setattr(client, "_record_admission_rejection", lambda limit: None)
+    with pytest.raises(QueueOverflowError):
+        client.check_admission(1)
+    context = copy_context()
+    context.run(IS_ADMITTED.set, True)
+    context.run(client.check_admission, 1)
 
 
 def test_a_client_that_leaves_during_the_send_leaves_no_request(client: Client) -> None:

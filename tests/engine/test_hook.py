@@ -45,7 +45,8 @@ class Runner:
 
 def _request(**params: Any) -> SimpleNamespace:
     fields = {"min_p": 0.0, "logit_bias": None, "extra_args": None, "max_tokens": None}
-    fields |= {"min_tokens": 0, "thinking_token_budget": None} | params
+    fields |= {"min_tokens": 0, "thinking_token_budget": None}
+    fields |= {"stop_token_ids": [], "eos_token_id": None} | params
     return SimpleNamespace(
         sampling_params=SimpleNamespace(**fields),
         lora_request=None,
@@ -207,6 +208,24 @@ def test_a_draft_ends_at_the_requests_max_tokens(
 
 
 @pytest.mark.parametrize(
+    ("params", "draft"),
+    [
+        ({"eos_token_id": 3}, [1, 2]),
+        ({"eos_token_id": 9, "stop_token_ids": [8, 2]}, [1]),
+        ({"stop_token_ids": [1]}, []),
+        ({"eos_token_id": None}, [1, 2, 3, 4]),
+    ],
+)
+def test_a_draft_ends_before_a_token_that_ends_the_request(
+    hook: ProposerHook, params: dict[str, Any], draft: list[int]
+) -> None:
+    runner = Runner(a=REPEATING)
+    runner.requests["a"] = _request(**params)
+    hook.attach(runner)
+    assert _step(hook, runner, [[4]]) == [draft]
+
+
+@pytest.mark.parametrize(
     ("min_tokens", "draft"),
     [(12, [1, 2, 3, 4]), (13, []), (15, [1, 2]), (17, [1, 2, 3, 4]), (40, [1, 2, 3, 4])],
 )
@@ -348,7 +367,6 @@ def test_a_finished_text_goes_to_sources_that_have_not_seen_all_of_it(
     hook.attach(runner)
     _step(hook, runner, [[4], [8]])
     seen: list[DraftBatch] = []
-    monkeypatch.setattr(type(hook._chain), "has_unseen_texts", True)
     monkeypatch.setattr(hook._chain, "finish", seen.append)
 
     hook.forget({"b", "long gone"})

@@ -250,9 +250,3 @@ def test_a_list_of_prompts_that_exceeds_the_limit_alone_is_a_client_error(
         error = answer.json()["error"]
         assert error["param"] == "prompt"
         assert f"{number} prompts with n={n} take {number * n} sequences" in error["message"]
-
-
-def test_a_model_that_does_not_generate_has_no_text_engine() -> None:
-    fake: Any = Llm(at_once)
-    app: Any = SimpleNamespace(state=SimpleNamespace(openai_serving_completion=None))
-    assert Engine(parse({"model": {"path": "m"}}), fake).text_engine(app) is None

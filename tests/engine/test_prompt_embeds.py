@@ -164,7 +164,6 @@ def test_the_old_tokens_are_not_learned_when_the_request_ends(
     unknown: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(type(hook._chain), "has_unseen_texts", True)
     monkeypatch.setattr(hook._chain, "step", lambda batch, *_: [[] for _ in batch.slots])
     runner.add("b-1", "b", **unknown)
     step(hook, runner, 200)

@@ -13,21 +13,53 @@ from vllm.exceptions import VLLMValidationError
 from specserve.engine.responses import end_with_errors
 
 
-async def events(error: Exception | None) -> AsyncGenerator[str, None]:
+async def events(request: Any, error: Exception | None) -> AsyncGenerator[str, None]:
     yield "created"
     yield "in progress"
     if error is not None:
         raise error
 
 
-def streamed(error: Exception | None) -> list[Any]:
-    handler = SimpleNamespace(responses_stream_generator=events)
-    end_with_errors(handler)
+class Handler:
+    """The parts of vLLM's handler that are wrapped, with a stored response."""
 
+    _run_background_request_stream = serving.OpenAIServingResponses._run_background_request_stream
+    responses_background_stream_generator = (
+        serving.OpenAIServingResponses.responses_background_stream_generator
+    )
+
+    def __init__(self) -> None:
+        self.responses_stream_generator: Any = events
+        self.stored = SimpleNamespace(status="queued")
+        self.response_store = {"resp-1": self.stored}
+        self.event_store: dict[str, Any] = {}
+        end_with_errors(self)
+
+
+REQUEST = SimpleNamespace(request_id="resp-1")
+
+
+def streamed(error: Exception | None) -> list[Any]:
     async def collect() -> list[Any]:
-        return [event async for event in handler.responses_stream_generator(error)]
+        return [event async for event in Handler().responses_stream_generator(REQUEST, error)]
 
     return asyncio.run(collect())
+
+
+@pytest.mark.parametrize("status", ["queued", "cancelled"])
+def test_a_failed_stream_from_the_background_ends_and_is_marked_as_failed(status: str) -> None:
+    handler = Handler()
+    handler.stored.status = status
+
+    async def collect() -> list[Any]:
+        await handler._run_background_request_stream(REQUEST, ValueError("wrong"))
+        stream = handler.responses_background_stream_generator("resp-1")
+        return [event async for event in stream]
+
+    *others, last = asyncio.run(asyncio.wait_for(collect(), 10))
+    assert others == ["created", "in progress"]
+    assert last.type == "error"
+    assert handler.stored.status == ("failed" if status == "queued" else "cancelled")
 
 
 def test_a_stream_without_an_error_is_not_changed() -> None:

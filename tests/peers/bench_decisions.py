@@ -111,8 +111,7 @@ class Ours:
 
     def close(self, batch: DraftBatch) -> None:
         """See :class:`Contender`."""
-        if self.chain.has_unseen_texts:
-            self.chain.finish(batch)
+        self.chain.finish(batch)
         self.chain.close(batch.slots)
         self._num_sent[batch.slots] = 0
 

@@ -32,7 +32,8 @@ SLOTS = np.array([0])
 
 def guarded(kind: str, source: FakeLocal) -> GuardedSource:
     member = Member(kind, source, (kind,), 8)
-    return GuardedSource(member, SpeculationMetrics(), 100, Clock(), Drafts.empty(4, 8))
+    offers, stops = Drafts.empty(4, 8), np.full((4, 1), -1, np.int32)
+    return GuardedSource(member, SpeculationMetrics(), 100, Clock(), offers, stops)
 
 
 def local() -> LocalAskPolicy:

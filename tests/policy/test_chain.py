@@ -130,6 +130,18 @@ def test_a_draft_that_starts_before_min_tokens_ends_there(
     assert engine.step() == [list(range(limit))]
 
 
+def test_a_slots_next_request_has_its_own_stop_tokens() -> None:
+    source = always(1, 2, 3, 4)
+    engine = Engine(fixed("ngram", source), controls=[])
+    engine.size, engine.sent = 1, [[]]
+    many = range(3, 20)
+    for stops, draft in (((9, 2), [1]), ((), [1, 2, 3, 4]), (many, [1, 2])):
+        engine.chain.open(0, AUTO, stops=stops)
+        assert engine.step() == [draft]
+        engine.chain.close(np.array([0]))
+        engine.sent = [[]]
+
+
 def test_a_failed_source_backs_off_and_the_next_one_drafts() -> None:
     source = AnsweringSource(broken)
     engine = Engine(fixed("ngram", source), fixed("mtp", always(6)))
@@ -193,7 +205,6 @@ def test_a_source_without_drafts_is_asked_rarely_and_sees_ended_texts() -> None:
     source.answer = slow_answer  # type: ignore[assignment]
     for _ in range(80):
         engine.step()
-    assert engine.chain.has_unseen_texts
     num_asked = len(source.limits)
     for _ in range(40):
         engine.step()

@@ -29,9 +29,10 @@ class Guarded:
 
     def __post_init__(self) -> None:
         self.offers = Drafts.empty(4, 8)
+        self.stops = np.full((4, 3), -1, np.int32)
         member = Member("ngram", self.source, ("first", "second"), 8)
         self.guard = GuardedSource(
-            member, self.metrics, 100, self.clock, self.offers, first_label=3
+            member, self.metrics, 100, self.clock, self.offers, self.stops, first_label=3
         )
 
     def propose(self) -> list[list[int]] | None:
@@ -55,6 +56,14 @@ def test_a_draft_is_cut_to_its_limit_and_is_among_the_offers() -> None:
     assert tokens[:2, :4].tolist() == [[1, 2, 3, 4], [6, 0, 0, 0]]
     assert confidence[:2, 0].tolist() == pytest.approx([0.9, 0.9])
     assert labels[:2].tolist() == [3, 4]
+
+
+def test_a_draft_ends_before_the_first_stop_token_of_its_request() -> None:
+    guarded = Guarded(AnsweringSource(lambda *_: drafts([(1, 2, 3, 4), (1, 2, 3, 4)])))
+    guarded.stops[:2] = (4, 3, -1), (1, 2, 3)
+    assert guarded.propose() == [[1, 2], []]
+    assert guarded.offers.lengths.tolist() == [2, 0, 0, 0]
+    assert guarded.health.num_errors == 0
 
 
 @pytest.mark.parametrize(

@@ -326,8 +326,8 @@ def test_answers_that_do_not_fit_their_request_cost_only_drafts(
     made = replica(stack, place)
     made.until_up()
     member = Member("draft_model", made.source, ("draft_model",), 8)
-    offers = Drafts.empty(16, 8)
-    guarded = GuardedSource(member, made.metrics, VOCAB_SIZE, time.monotonic, offers)
+    offers, stops = Drafts.empty(16, 8), np.full((16, 1), -1, np.int32)
+    guarded = GuardedSource(member, made.metrics, VOCAB_SIZE, time.monotonic, offers, stops)
     for number, length in enumerate((20, 21, 25), start=1):
         made.grow(f"text {number}", length)
         made.until_up()

@@ -125,6 +125,13 @@ def test_a_long_prompt_is_learned_over_steps_without_delaying_others() -> None:
     assert trie.num_tokens == 6060
 
 
+def test_a_text_that_ends_is_learned_to_its_end() -> None:
+    ask = build()
+    ask(TEXT, names=["ends"], num_prompt_tokens=6000)
+    ask(TEXT, names=["ends"], num_prompt_tokens=6000, limit=0)
+    assert ask(TEXT[5900:5910], names=["asks"])[0].tokens == tuple(TEXT[5910:5918].tolist())
+
+
 def test_a_request_without_learn_gets_drafts_and_leaves_no_text() -> None:
     ask = build()
     ask(TEXT[:100], names=["writes"])
