@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from specserve.core.types import Int64Array
 from specserve.drafters.kv_cache import KVCache, Packed, Span
 
 NAME = "specserve_slots"
@@ -100,12 +101,40 @@ class RowByRow:
 
 
 class Padded:
-    """Gathers all texts into one batch: on an accelerator, calls cost more than copies.
+    """Gathers texts of similar lengths into batches: on a GPU, calls cost more than copies.
+
+    In a batch no text is more than twice as long as another, so at most half of it is padding.
+    """
+
+    def __init__(self, cache: KVCache, spans: Sequence[Span]) -> None:
+        ends = np.array([span.end for span in spans])
+        counts = ends - [span.start for span in spans]
+        firsts = np.cumsum(counts) - counts
+        rows, groups = np.argsort(ends, kind="stable"), []
+        while len(rows):
+            size = int(np.searchsorted(ends[rows], 2 * ends[rows[0]], side="right"))
+            groups.append(rows[:size])
+            rows = rows[size:]
+        self._batches = [
+            _Batch(cache, [spans[row] for row in group], firsts[group]) for group in groups
+        ]
+        tokens = [firsts[row] + np.arange(counts[row]) for group in groups for row in group]
+        order = np.argsort(np.concatenate(tokens))
+        self._order = torch.as_tensor(order, device=cache.keys[0].device)
+
+    def attend(self, layer: int, query: Tensor, scale: float | None) -> Tensor:
+        """``[query_heads, n, key_dim]`` to ``[n, query_heads, value_dim]``."""
+        outputs = [batch.attend(layer, query, scale) for batch in self._batches]
+        return torch.cat(outputs)[self._order]
+
+
+class _Batch:
+    """Some of the texts; ``firsts`` holds the place of each one's first token among all tokens.
 
     Shorter texts are padded by repeating their last position, so no unwritten entry is read.
     """
 
-    def __init__(self, cache: KVCache, spans: Sequence[Span]) -> None:
+    def __init__(self, cache: KVCache, spans: Sequence[Span], firsts: Int64Array) -> None:
         self._cache = cache
         device = cache.keys[0].device
         slots, begins, ends = np.array([(s.slot, s.start, s.end) for s in spans]).T[..., None]
@@ -113,16 +142,15 @@ class Padded:
         positions = np.minimum(np.arange(ends.max()), ends - 1)
         steps = np.minimum(np.arange(counts.max()), counts - 1)
         visible = np.arange(ends.max()) <= (begins + steps)[..., None]
-        firsts = np.cumsum(counts)[:, None] - counts
         self._read = torch.as_tensor(slots * cache.max_tokens + positions, device=device)
-        self._queries = torch.as_tensor(firsts + steps, device=device)
+        self._queries = torch.as_tensor(firsts[:, None] + steps, device=device)
         self._mask = torch.as_tensor(visible, device=device)[:, None]
         # Indices, not a mask: counting the elements of a mask would wait for the device.
         real = np.flatnonzero(np.arange(counts.max()) < counts)
         self._real = torch.as_tensor(real, device=device)
 
     def attend(self, layer: int, query: Tensor, scale: float | None) -> Tensor:
-        """``[query_heads, n, key_dim]`` to ``[n, query_heads, value_dim]``."""
+        """``[query_heads, n, key_dim]`` to ``[m, query_heads, value_dim]`` of these texts."""
         keys = self._cache.keys[layer].flatten(0, 1)[self._read].transpose(1, 2)
         values = self._cache.values[layer].flatten(0, 1)[self._read].transpose(1, 2)
         queries = query[:, self._queries].transpose(0, 1)

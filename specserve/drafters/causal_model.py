@@ -17,9 +17,13 @@ from specserve.drafters.ops import laid_out
 
 _PROBE_TOKENS = 24
 
-_UNREADABLE = (OSError, ValueError, TypeError, SafetensorError, StrictDataclassError)
-"""What transformers raises if a checkpoint's files are missing or wrong. The last two derive only
-from Exception: a damaged weights file, and a config.json field with a value of the wrong type."""
+_UNREADABLE = (
+    *(OSError, ValueError, TypeError, ImportError),
+    *(SafetensorError, StrictDataclassError),
+)
+"""What transformers raises if a checkpoint's files are missing or wrong, or if its quantization
+needs another package. The last two derive only from Exception: a damaged weights file, and a
+config.json field with a value of the wrong type."""
 
 
 class CausalModel:
@@ -54,18 +58,17 @@ class CausalModel:
                 path, dtype=dtype, revision=revision or None
             )
             model = model.to(device).eval()
-        except _UNREADABLE as error:
-            allowed = f"a causal model's checkpoint ({reason_of(error)})"
-            raise ConfigError("model", path, allowed) from error
-        embedding = model.get_input_embeddings().weight
-        for module in model.modules():
-            if type(module) is nn.Linear and module.weight is not embedding:
-                module.weight.data = laid_out(module.weight.data)
-        try:
+            embedding = model.get_input_embeddings().weight
+            for module in model.modules():
+                if type(module) is nn.Linear and module.weight is not embedding:
+                    module.weight.data = laid_out(module.weight.data)
             return cls.attach(model)
         except UnsupportedAttention as error:
             allowed = f"a model of plain causal attention; this one has {error}"
             raise ConfigError("model", path, allowed) from None
+        except _UNREADABLE as error:
+            allowed = f"a causal model's checkpoint ({reason_of(error)})"
+            raise ConfigError("model", path, allowed) from error
 
     @classmethod
     @torch.inference_mode()

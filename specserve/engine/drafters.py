@@ -47,12 +47,16 @@ def drafter_finder(
     with suppress(ConfigError):  # the drafter reports errors of its model itself
         content = fingerprint(ModelConfig(path=model, revision=revision))
     options = drafter_options(config, model, max_tokens, revision, content)
+    find: Find
     if not ray.is_initialized():
-        hosted = HostedDrafter(options)
+        find = hosted = HostedDrafter(options)
         exits.append(hosted.close)
-        return hosted
-    if config.placement == "beside_rank_0":
+        uses_targets_gpu = config.num_gpus > 0
+    elif uses_targets_gpu := config.placement == "beside_rank_0":
         find = DrafterFinder(OwnDrafter(options, replica), config.num_actors)
-        # While vLLM measures memory at start, it counts all use of its GPU as its own.
-        return lambda: find() if is_warm.is_set() else None
-    return DrafterFinder(SharedDrafters(options, replica), config.num_actors)
+    else:
+        find = DrafterFinder(SharedDrafters(options, replica), config.num_actors)
+    if not uses_targets_gpu:
+        return find
+    # While vLLM measures memory at start, it counts all use of its GPU as its own.
+    return lambda: find() if is_warm.is_set() else None

@@ -85,7 +85,8 @@ class DrafterClient:
         wanted = Wanted(
             kind=config.kind,
             vocab_size=context.vocab_size,
-            tokenizer=context.tokenizer,
+            # An MTP module is a part of the target: `model.tokenizer` may have more tokens.
+            tokenizer="" if config.NEEDS_STATES else context.tokenizer,
             hidden_size=hidden_size,
             replica=context.replica,
         )

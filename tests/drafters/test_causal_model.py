@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,16 @@ def test_a_checkpoint_with_unsupported_attention_is_refused_with_its_path(tmp_pa
     build(hf.MistralConfig, sliding_window=128).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"model: '{tmp_path}' .*sliding_window"):
         CausalModel.load(str(tmp_path), torch.float32, CPU)
+
+
+def test_a_quantization_without_its_package_is_refused_in_one_line(tmp_path: Path) -> None:
+    build(hf.LlamaConfig).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"checkpoint \(.*accelerate") as caught:
+        CausalModel.load(str(tmp_path), torch.float32, CPU)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_invalid_config_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from specserve.core.config import ModelConfig
 from specserve.core.source_config import DraftModelConfig
 from specserve.drafters.host import HostedDrafter
@@ -31,3 +33,15 @@ def test_other_weights_in_the_same_folder_make_another_drafter(tmp_path: Path) -
 
 def test_a_folder_without_a_model_is_left_for_the_drafter_to_refuse(tmp_path: Path) -> None:
     assert options(tmp_path).content == ""
+
+
+def test_a_local_drafter_on_the_targets_gpu_starts_after_the_engine_measured_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostedDrafter, "__call__", lambda self: "tcp://drafter")
+    config = DraftModelConfig(kind="draft_model", model=str(tmp_path), num_gpus=0.1)
+    is_warm = threading.Event()
+    find = drafter_finder(ModelConfig(path="m"), "", 64, [], is_warm, config)
+    assert find() is None
+    is_warm.set()
+    assert find() == "tcp://drafter"

@@ -43,6 +43,7 @@ class Replica:
         context = SourceContext(
             num_slots=NUM_SLOTS,
             vocab_size=VOCAB_SIZE,
+            tokenizer="the target's",
             hidden_size=HIDDEN_SIZE,
             metrics=self.metrics,
             find_drafter=lambda config: find,

@@ -64,6 +64,13 @@ def mtp(stack: ExitStack, place: Place) -> tuple[Replica, Target, FakeDrafter]:
 Mtp = tuple[Replica, Target, FakeDrafter]
 
 
+def test_a_target_with_another_tokenizer_uses_its_mtp_module(
+    stack: ExitStack, place: Place
+) -> None:
+    serve(stack, place, FakeDrafter(HIDDEN_SIZE, "the checkpoint's"))
+    replica(stack, place, "mtp").until_up()
+
+
 def open_text(made: Replica, target: Target, name: str, length: int, cached: int = 0) -> None:
     made.grow(name, length)
     target.computed[name] = cached
