@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,10 +43,10 @@ def in_existing_folder(name: str, path: Path | None) -> None:
     """Checks that a file can be written at ``path``, before a command starts its long work.
 
     Raises:
-        ConfigError: the parent folder does not exist, or ``path`` is a folder.
+        ConfigError: the parent folder does not exist or is not writable, or ``path`` is a folder.
     """
-    if path and (not path.parent.is_dir() or path.is_dir()):
-        raise ConfigError(name, str(path), "a file in an existing folder")
+    if path and (not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir()):
+        raise ConfigError(name, str(path), "a file in an existing, writable folder")
 
 
 def only_application(path: Path) -> AppConfig:

@@ -80,14 +80,14 @@ def run(args: argparse.Namespace) -> int:
     comparison = compare(config, methods, prompts, settings, console, Method(NONE))
     console.print(table(comparison, f"{config.model.name}, {len(prompts)} prompts of "
                         f"{args.prompts}, concurrency {args.concurrency}"))  # fmt: skip
-    if args.save_output:
-        write_json(args.save_output, document(comparison, config, args.prompts))
-        console.print(f"written: {args.save_output}", highlight=False)
-    if not comparison.verdicts:
-        why = "needs `none` and another method" if settings.temperature == 0 else "needs greedy"
-        console.print(f"Lossless: not checked ({why})")
-        return 0
     for line in explanation(comparison):
         console.print(line, highlight=False)
-    console.print(f"Lossless: {'yes' if comparison.is_lossless else 'NO'}")
+    if comparison.verdicts:
+        console.print(f"Lossless: {'yes' if comparison.is_lossless else 'NO'}")
+    else:
+        why = "needs `none` and another method" if settings.temperature == 0 else "needs greedy"
+        console.print(f"Lossless: not checked ({why})")
+    if args.save_output:
+        write_json(args.save_output, document(comparison, config, args.prompts))
+        console.out(f"written: {args.save_output}", highlight=False)
     return 0 if comparison.is_lossless else 1

@@ -110,10 +110,13 @@ def jobs_of(prompts: Sequence[Prompt], settings: Settings) -> list[Job]:
 
 
 def warm_up(engine: EngineProcess, jobs: Sequence[Job], concurrency: int) -> None:
-    """Runs a few jobs, so that compilation and first memory accesses are not measured."""
+    """Runs a few jobs, so that compilation and first memory accesses are not measured.
+
+    Their prompts are reversed, so that no method remembers what is measured.
+    """
     sampling = Sampling(max_tokens=WARM_UP_TOKENS)
     few = jobs[: max(2, concurrency)]
-    engine.run([Job(job.prompt_token_ids, sampling) for job in few], concurrency)
+    engine.run([Job(job.prompt_token_ids[::-1], sampling) for job in few], concurrency)
 
 
 def _passes(

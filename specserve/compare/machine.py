@@ -23,6 +23,10 @@ PACKAGES = (
 )
 
 
+_LOAD = round(os.getloadavg()[0], 2)
+"""Load average of the minute before this process. It should be well below 1."""
+
+
 def circumstances() -> dict[str, Any]:
     """Package versions and machine properties, for the JSON document of a report."""
     versions = {"python": platform.python_version()}
@@ -35,8 +39,7 @@ def circumstances() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": _gpus(),
         "system": f"{platform.system()} {platform.release()}",
-        # Load average of the last minute. Before a measurement it should be well below 1.
-        "load": round(os.getloadavg()[0], 2),
+        "load": _LOAD,
     }
     return {"versions": versions, "machine": machine}
 

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -105,7 +106,8 @@ def load_tokenizer(path: str, revision: str = "", *, trust_remote_code: bool = F
 def configured_tokenizer(config: AppConfig, chat_template: str = "") -> Tokenizer:
     """The tokenizer of an application's model.
 
-    Its chat template is the argument, else ``engine.vllm.chat_template``, else its own.
+    Its chat template is the argument, else ``engine.vllm.chat_template``, else its own. It gets
+    ``engine.vllm.default_chat_template_kwargs``.
 
     Raises:
         ConfigError: the model has no tokenizer, or the template is not valid.
@@ -115,6 +117,9 @@ def configured_tokenizer(config: AppConfig, chat_template: str = "") -> Tokenize
     if template := chat_template or config.engine.vllm.get("chat_template"):
         field = "--chat-template" if chat_template else "engine.vllm.chat_template"
         use_chat_template(tokenizer, template, field)
+    if options := config.engine.vllm.get("default_chat_template_kwargs"):
+        apply = partial(tokenizer.apply_chat_template, **options)
+        tokenizer.apply_chat_template = apply  # type: ignore[method-assign]
     return tokenizer
 
 
@@ -314,8 +319,11 @@ def _from_json(line: str, where: str) -> FilePrompt:
     allowed = 'a JSON object with "prompt": text, or "messages": [{"role": .., "content": ..}]'
     try:
         entry = json.loads(line)
+        json.dumps(entry, ensure_ascii=False).encode()
     except json.JSONDecodeError:
         raise ConfigError(where, line, allowed) from None
+    except UnicodeEncodeError:
+        raise ConfigError(where, line, "text without single surrogates") from None
     if not isinstance(entry, dict):
         raise ConfigError(where, line, allowed)
     for name in ("prediction", "reference"):

@@ -46,7 +46,10 @@ def table(comparison: Comparison, title: str) -> Table:
     """The table, one row per method."""
     rows = Table(title=title)
     for name in ("method", "tok/s", f"x {NONE}", "first", "drafted", "accepted", "a draft", "same"):
-        rows.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+        is_text = name == "method"  # the only column that may be wrapped on a narrow terminal
+        rows.add_column(
+            name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
+        )
     base = next((p for m, p in comparison.passes.items() if m.is_none), None)
     for method, passes in comparison.passes.items():
         rate = median_tokens_per_second(passes)

@@ -41,14 +41,12 @@ class SourceSection(Section):
         SOURCE: ``module:class`` of the implementation, imported only if the source is configured,
             and called with this configuration and the replica's context.
         LABELS: labels of its drafts; the source itself has the first label's colour.
-        LEARNS: whether it learns from one request for others, and so must see texts to their ends.
         NEEDS: the field of ``RequestControls`` that it drafts from; it is not asked while no
             request has this field. Empty: it drafts for all requests.
     """
 
     SOURCE: ClassVar[str]
     LABELS: ClassVar[tuple[Label, ...]]
-    LEARNS: ClassVar[bool] = False
     NEEDS: ClassVar[Literal["", "prediction", "grammar"]] = ""
 
     kind: str
@@ -113,7 +111,6 @@ class TrieConfig(SourceSection):
         Label("trie_local", "#0a7a58", "#43c39b"),
         Label("trie_cluster", "#7748c2", "#b696f2"),
     )
-    LEARNS = True
 
     kind: Literal["trie"]
     max_draft_len: DraftLength = Field(

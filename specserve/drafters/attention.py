@@ -100,10 +100,15 @@ class RowByRow:
         return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
+_SHORT = 256
+"""Texts of up to twice so many entries share a batch, whatever their lengths."""
+
+
 class Padded:
     """Gathers texts of similar lengths into batches: on a GPU, calls cost more than copies.
 
-    In a batch no text is more than twice as long as another, so at most half of it is padding.
+    In a batch of longer texts, none is more than twice as long as another. So at most half of the
+    gathered keys and values is padding.
     """
 
     def __init__(self, cache: KVCache, spans: Sequence[Span]) -> None:
@@ -112,7 +117,7 @@ class Padded:
         firsts = np.cumsum(counts) - counts
         rows, groups = np.argsort(ends, kind="stable"), []
         while len(rows):
-            size = int(np.searchsorted(ends[rows], 2 * ends[rows[0]], side="right"))
+            size = int(np.searchsorted(ends[rows], 2 * max(ends[rows[0]], _SHORT), side="right"))
             groups.append(rows[:size])
             rows = rows[size:]
         self._batches = [

@@ -62,6 +62,7 @@ def extend_beam_search(max_logprobs: int, learn: Learn) -> None:
         search = sampled_beam_search if is_drawn else plain
         adapter = lora_request.lora_name if lora_request is not None else ""
         # Between two steps the search has no request in the engine, so others may take its places.
+        self.engine_client.check_admission(params.beam_width)
         IS_ADMITTED.set(True)
         try:
             async for output in search(self, prompt, request_id, params, lora_request, **options):

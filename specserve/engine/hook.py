@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 _LEARNED_TEXT_ID = "a text"
 """Request id of a text that is only learned. vLLM's ids end with random digits and differ."""
 _TEXT_PIECE = 2048
-"""Tokens of a learned text shown in one call. The trie learns at most 4096 tokens in a call."""
+"""Tokens of a learned text shown in one call. The trie learns at most 4096 tokens in a call, and
+would skip the others."""
 
 
 class ProposerHook:

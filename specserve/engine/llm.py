@@ -99,11 +99,6 @@ class Engine:
             raise EngineError(
                 f"vLLM refuses the configuration of {config.model.path}: {last_line_of(error)}"
             ) from error
-        if (runner := vllm_config.model_config.runner_type) != "generate":
-            raise EngineError(
-                f"{config.model.path} is for vLLM's runner {runner!r}; allowed: models that "
-                "generate text"
-            )
         if in_process:  # the engine core's process inherits these variables
             os.environ.update(openmp_environment(config.placement.num_cpus_per_shard))
         return cls(config, _start_client(config, vllm_config, arguments))
@@ -117,6 +112,9 @@ class Engine:
             # An empty key switches off vLLM's own check of VLLM_API_KEY.
             namespace.api_key = [""]
         tasks = await self._llm.get_supported_tasks()
+        if "generate" not in tasks:
+            path, allowed = self._config.model.path, "a model that generates text"
+            raise EngineError(f"{path} supports only {', '.join(tasks)}; allowed: {allowed}")
         app: FastAPI = build_app(namespace, tasks, self._llm.model_config)
         await init_app_state(self._llm, app.state, namespace, tasks)
         refuse_long_lists(app.state.openai_serving_completion, _max_requests(self._config))

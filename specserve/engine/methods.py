@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 from specserve.core.config import AppConfig
@@ -101,12 +102,15 @@ def parse_methods(text: str, config: AppConfig, also: tuple[str, ...] = ()) -> l
     """Parses a comma-separated list of method names.
 
     Raises:
-        ConfigError: as :func:`parse_method`, or a name occurs twice.
+        ConfigError: as :func:`parse_method`, a name occurs twice, or a package is not installed.
     """
     methods: list[Method] = []
     for name in text.split(","):
         method = parse_method(name, config, also)
         if method in methods:
             raise ConfigError(FIELD, text, "each method once")
+        if method.name == "vllm-suffix" and importlib.util.find_spec("arctic_inference") is None:
+            needed = "pip install --no-deps arctic-inference==0.1.1"
+            raise ConfigError(FIELD, name, f"methods without it, or install it: {needed}")
         methods.append(method)
     return methods

@@ -7,7 +7,6 @@ vLLM's own draft methods can replace the configured sources.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +50,7 @@ class OfflineEngine:
 
     Raises:
         EngineError: the engine or a drafter did not start.
-        ConfigError: the method needs a package that is not installed, or an option is refused.
+        ConfigError: an option is refused.
     """
 
     def __init__(self, config: AppConfig, method: Method) -> None:
@@ -246,6 +245,9 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
 
 def _offline_args(config: AppConfig, method: Method) -> EngineArgs:
     """The served engine's arguments, for one process and with statistics."""
+    # Requests come without API key: with tenants they would use no draft memory.
+    http = config.http.model_copy(update={"api_keys": ()})
+    config = config.model_copy(update={"http": http})
     changes: dict[str, Any] = {"disable_log_stats": False}
     if method.is_peer:
         served = engine_args(config, _peer_speculation(config, method))
@@ -279,10 +281,6 @@ def _peer_speculation(config: AppConfig, method: Method) -> dict[str, Any]:
             "prompt_lookup_max": high,
         }
     if method.name == "vllm-suffix":
-        if importlib.util.find_spec("arctic_inference") is None:
-            raise ConfigError(
-                "--methods", str(method), "needs: pip install --no-deps arctic-inference==0.1.1"
-            )
         return {"method": "suffix", "num_speculative_tokens": method.number(default=16)}
     if method.name == "vllm-mtp":
         return {"method": "mtp", "num_speculative_tokens": method.number(default=1)}

@@ -37,7 +37,7 @@ def end_with_errors(handler: Any) -> None:
             if found.code >= 500:  # else the client's request is wrong
                 logger.exception("A response was not streamed to its end")
             stored = handler.response_store.get(request.request_id)
-            if stored is not None and stored.status != "cancelled":
+            if stored is not None and stored.status in ("queued", "in_progress"):
                 stored.status = "failed"
             yield ResponseErrorEvent(
                 type="error",

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if args.save_output:
         content = document(comparison, config, what)
         write_json(args.save_output, with_quality(content, comparison, found, reference, lost))
-        console.print(f"written: {args.save_output}", highlight=False)
+        console.out(f"written: {args.save_output}", highlight=False)
     console.print(f"Quality kept: {'NO' if lost else 'yes'}")
     return 1 if lost else 0
 

@@ -24,7 +24,10 @@ def table(
     rows = Table(title=title, padding=(0, 1, 0, 0))
     short = [name.replace("rouge", "R") for name in METRICS]
     for name in ("method", "ms", "tok/s", *short, "exact", f"= {reference}"):
-        rows.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+        is_text = name == "method"  # the only column that may be wrapped on a narrow terminal
+        rows.add_column(
+            name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
+        )
     for method, quality in found.items():
         answers = answers_of(comparison, method)
         verdict = quality.verdict

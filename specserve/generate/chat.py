@@ -44,7 +44,7 @@ def chat(
     while True:
         try:
             question = console.input("\n[bold]You:[/] ").strip()
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
             write(console, "\n")
             return said
         if question.lower() in END:

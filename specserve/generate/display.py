@@ -52,7 +52,10 @@ class Answers:
 
 def write(console: Console, text: str, style: str | None = None) -> None:
     """Prints a text unchanged, without markup or added line breaks, and flushes."""
-    console.out(text, end="", style=style, highlight=False)
+    if style is None:
+        console.file.write(text)  # rich replaces tabs and drops control characters
+    else:
+        console.out(text, end="", style=style, highlight=False)
     console.file.flush()
 
 

@@ -256,13 +256,10 @@ class Chain:
         return drafts
 
     def finish(self, batch: DraftBatch) -> None:
-        """Shows the texts of ending requests to the sources that learn from them.
-
-        A source may have been skipped in the last steps, or be behind a long text.
-        """
-        for each in self._sources:
-            if each.member.learns and each.guard.ready and len(batch.slots):
-                each.guard.propose(batch, np.zeros(len(batch.slots), np.int32))
+        """Shows the texts of ending requests to the sources that learn from them."""
+        if len(batch.slots):
+            for each in self._sources:
+                each.guard.finish(batch)
 
     def _find_usable(self) -> None:
         limits = self._work.requests[:, LIMITS:]
@@ -355,7 +352,6 @@ def build_chain(
             tuple(label.name for label in each.LABELS),
             each.max_draft_len,
             each.dynamic,
-            each.LEARNS,
             each.NEEDS,
         )
         for each in configs

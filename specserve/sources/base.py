@@ -65,6 +65,21 @@ class Source(Protocol):
 
 
 @runtime_checkable
+class LearningSource(Source, Protocol):
+    """A source that learns from one request for others, and so must see each text's end."""
+
+    def finish(self, batch: DraftBatch) -> None:
+        """Learns the last tokens of requests that end; :meth:`close` follows.
+
+        The source may have been skipped in the last steps, or be behind a long text.
+
+        Args:
+            batch: n requests, all open.
+        """
+        ...
+
+
+@runtime_checkable
 class RemoteSource(Source, Protocol):
     """A source in another process. It is asked last, because a call takes long."""
 
@@ -99,7 +114,6 @@ class Member(NamedTuple):
         labels: names of its drafts in metrics.
         max_draft_len: longest draft in tokens.
         dynamic: whether it is asked, and its drafts are sent, only where the expected gain pays.
-        learns: whether it learns from one request for others, and so must see each text's end.
         needs: the field of a request's controls without which it drafts nothing; empty: none.
     """
 
@@ -108,7 +122,6 @@ class Member(NamedTuple):
     labels: tuple[str, ...]
     max_draft_len: int
     dynamic: bool = True
-    learns: bool = False
     needs: str = ""
 
 

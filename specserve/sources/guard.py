@@ -13,7 +13,7 @@ from specserve.core.compile import direct, inner, kernel, kernel_array
 from specserve.core.errors import shorten
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
-from specserve.sources.base import Member
+from specserve.sources.base import LearningSource, Member
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +110,12 @@ class GuardedSource:
     def close(self, slots: Int64Array) -> None:
         """Passes on finished requests, even while the source is off, to free their memory."""
         self.call(lambda: self.member.source.close(slots))
+
+    def finish(self, batch: DraftBatch) -> None:
+        """Shows a learning source the texts of requests that end."""
+        source = self.member.source
+        if isinstance(source, LearningSource) and self.ready:
+            self.call(lambda: source.finish(batch))
 
     def call(self, ask: Callable[[], T]) -> T | None:
         """Result of a call to the source; None, and the source is switched off, if it raises."""

@@ -35,13 +35,12 @@ from specserve.trie.unsent import UnsentTexts
 logger = logging.getLogger(__name__)
 
 LEARN_TOKENS_PER_STEP = 4096
-"""Most tokens of long prompts learned in one step, over all requests: 1 to 2 ms. If no request of
-the step wants a draft, there is no limit: a text that ends is learned to its end."""
+"""Most tokens of long prompts learned in one step, over all requests: 1 to 2 ms. Of a text that
+ends with more unlearned tokens, so many of the last ones are learned."""
 
 SHOWN_S = 600.0
 """Seconds for which ``reason`` says that a namespace has no trie; less, if a request finds one."""
 
-_NO_LIMIT = 1 << 30
 _NO_TRIE = -1
 
 
@@ -134,8 +133,7 @@ class TrieSource:
         """See :class:`specserve.sources.base.Source`; learns from all rows, then looks up."""
         slots, size = batch.slots, len(limits)
         arrays, drafts = batch[:4], self._drafts.rows(size)
-        begins, ends = self._begins[:size], self._ends[:size]
-        budget = LEARN_TOKENS_PER_STEP if limits.any() else _NO_LIMIT
+        begins, ends, budget = self._begins[:size], self._ends[:size], LEARN_TOKENS_PER_STEP
         if self._not_in_first:
             drafts.lengths[:] = 0
         for trie, rows in self._rows_by_trie(slots):
@@ -155,6 +153,19 @@ class TrieSource:
             if self._unsent is not None:
                 self._unsent.add(arrays, begins, ends)
         return drafts
+
+    def finish(self, batch: DraftBatch) -> None:
+        """See :class:`specserve.sources.base.LearningSource`."""
+        slots = batch.slots
+        firsts = batch.num_tokens - LEARN_TOKENS_PER_STEP
+        behind = np.flatnonzero(
+            (self._num_learned[slots] < firsts) & (self._trie_of[slots] != _NO_TRIE)
+        )
+        for row, slot in zip(behind.tolist(), slots[behind].tolist(), strict=True):
+            self._tries[self._trie_of[slot]].skip(int(self._sequences[slot]))
+            self._num_learned[slot] = firsts[row]
+        for _ in range(1 + len(behind)):  # each call learns the rest of one such text
+            self.propose(batch, np.zeros(len(slots), np.int32))
 
     def close(self, slots: Int64Array) -> None:
         """See :class:`specserve.sources.base.Source`; learned text stays in the memory."""

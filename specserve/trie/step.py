@@ -35,6 +35,9 @@ def step(  # type: ignore[no-untyped-def]
         begins[row] = ends[row] = 0
     for row in rows:
         slot = slots[row]
+        own = open_slot(a, sequences[slot])
+        if own < 0:  # cleared: the rest is neither learned nor sent to other replicas
+            continue
         begin = learned[slot]
         missing = max(num_tokens[row] - begin, 0)
         if missing > SMALL_TOKENS:
@@ -45,11 +48,9 @@ def step(  # type: ignore[no-untyped-def]
         begins[row] = begin = (
             min(max(begin, num_prompt_tokens[row]), end) if skips_prompts else begin
         )
-        own = open_slot(a, sequences[slot])
-        if own >= 0:
-            num_waiting = append(
-                a, scratch, num_waiting, own, token_ids[row], begin, end, num_prompt_tokens[row]
-            )
+        num_waiting = append(
+            a, scratch, num_waiting, own, token_ids[row], begin, end, num_prompt_tokens[row]
+        )
     put_waiting(a, scratch, num_waiting)
     lookup(
         a,

@@ -18,6 +18,7 @@ from specserve.trie import pages
 from specserve.trie.branch import Group
 from specserve.trie.layout import (
     CLOCK,
+    CUT,
     FROM_CLUSTER,
     GENERATION,
     HEAD,
@@ -191,6 +192,12 @@ class TokenTrie:
                     floor,
                 )
             )
+
+    def skip(self, sequence: int) -> None:
+        """Leaves a gap in a sequence: its next tokens do not follow its last ones."""
+        with self._lock:
+            if (slot := self._open_slot(sequence)) >= 0:
+                self._arrays.slots[slot, NEXT_FLAGS] |= CUT
 
     def finish(self, sequence: int) -> None:
         """Closes a sequence; a private one is forgotten at once."""

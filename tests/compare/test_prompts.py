@@ -10,10 +10,13 @@ from specserve.compare.prompts import (
     CODE_TOKENS,
     DOCS_TOKENS,
     check_lengths,
+    configured_tokenizer,
     load_prompts,
     load_tokenizer,
+    render,
     use_chat_template,
 )
+from specserve.core.config import parse
 from specserve.core.errors import ConfigError
 from tests.integration.cluster import model_path
 
@@ -84,6 +87,14 @@ def test_a_chat_template_replaces_the_tokenizers_own(tmp_path: Path, in_a_file: 
     use_chat_template(tokenizer, str(file) if in_a_file else template, "--chat-template")
     (prompt,) = load_prompts("te", tokenizer, num_prompts=1)
     assert prompt.text.startswith("[user] ")
+
+
+def test_a_dialogue_is_rendered_with_the_applications_template_options() -> None:
+    template = "{{ messages[0].content }}{% if thinks %} hm{% endif %}"
+    options = {"chat_template": template, "default_chat_template_kwargs": {"thinks": True}}
+    model = {"path": str(model_path("demo-draft"))}
+    tokenizer = configured_tokenizer(parse({"model": model, "engine": {"vllm": options}}))
+    assert render(tokenizer, [{"role": "user", "content": "a"}]).text == "a hm"
 
 
 @pytest.mark.parametrize("template", ["missing.jinja", "{% for", "{{ messages[3].content.x() }}"])
@@ -181,7 +192,11 @@ def test_a_prediction_or_schema_of_a_wrong_type_is_refused(
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[]", '"text"', "{}", '{"prompt": ""}', '{"messages": [{"role": "user"}]}']
+    "line",
+    [
+        *("{", "[]", '"text"', "{}", '{"prompt": ""}', '{"messages": [{"role": "user"}]}'),
+        *('{"prompt": "a \\ud83d"}', '{"prompt": "a", "reference": "\\ud83d"}'),
+    ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "own.jsonl"

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,17 @@ def test_the_table_shows_relative_speed_and_acceptance(comparison: Comparison) -
     (row,) = [line for line in capture.get().splitlines() if "ngram" in line]
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     assert cells == ["ngram", "2.0", "2.00", "500 ms", "8", "50%", "1.00", "4/4"]
+
+
+def test_a_narrow_table_wraps_methods_and_cuts_no_number(comparison: Comparison) -> None:
+    method = Method("vllm-draft:/models/a-long-name", sources=())
+    passes = {**comparison.passes, method: comparison.passes[NGRAM]}
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table(replace(comparison, passes=passes), "title"))
+    text = capture.get()
+    assert "…" not in text
+    assert text.count("500 ms") == 3
 
 
 def test_the_document_has_each_method_and_the_environment(comparison: Comparison) -> None:

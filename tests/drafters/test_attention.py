@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specserve.drafters import attention
 from specserve.drafters.attention import Padded, RowByRow
 from specserve.drafters.kv_cache import KVCache, LayerShape, Span
 
@@ -38,11 +39,13 @@ def plain_attention(query: Tensor, cache: KVCache, spans: list[Span], scale: flo
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize("short", [1, 256])
 @pytest.mark.parametrize("reader", [RowByRow, Padded])
 @pytest.mark.parametrize("spans", SPANS)
 def test_each_token_attends_to_its_text_up_to_itself(
-    reader: type[RowByRow | Padded], spans: list[Span]
+    reader: type[RowByRow | Padded], spans: list[Span], short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(attention, "_SHORT", short)
     cache = filled_cache()
     for span in spans:  # entries after a text may be anything
         for entries in (*cache.keys, *cache.values):

@@ -48,6 +48,7 @@ class Front(BeamSearchOnlineMixin):  # type: ignore[misc]
     """A model whose next token depends only on the last token and the length."""
 
     def __init__(self, finish_reason: str = "length") -> None:
+        self.admitted: list[int] = []
         self.renderer: Any = SimpleNamespace(
             get_tokenizer=lambda: SimpleNamespace(
                 eos_token_id=EOS, decode=lambda tokens, **_: " ".join(map(str, tokens))
@@ -56,6 +57,7 @@ class Front(BeamSearchOnlineMixin):  # type: ignore[misc]
         self.engine_client: Any = SimpleNamespace(
             input_processor=SimpleNamespace(resolve_watermarking=lambda _: None),
             generate=self._generate,
+            check_admission=self.admitted.append,
         )
         self._finish_reason = finish_reason
         self.ids: list[str] = []
@@ -92,7 +94,9 @@ def beams_of(
     async def run() -> list[RequestOutput]:
         prompt: Any = {"type": "token", "prompt_token_ids": PROMPT}
         search = (front or Front()).beam_search(prompt, "cmpl-1", params, lora_request=lora)
-        return [output async for output in search]
+        found = [output async for output in search]
+        assert not IS_ADMITTED.get()
+        return found
 
     (output,) = asyncio.run(run())
     return output
@@ -102,9 +106,9 @@ def beams_of(
 def test_steps_of_an_admitted_search_are_admitted(xargs: dict[str, Any]) -> None:
     front = Front()
     beams_of(params_of(vllm_xargs=xargs), front)
+    assert front.admitted == [WIDTH]
     assert len(front.are_admitted) > WIDTH
     assert all(front.are_admitted)
-    assert not IS_ADMITTED.get()
 
 
 def test_candidates_are_those_that_transformers_keeps() -> None:

@@ -47,6 +47,18 @@ def test_all_needs_a_configured_source() -> None:
         parse_method("all", parse({"model": {"path": "m"}}))
 
 
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_a_method_without_its_package_is_refused_before_any_engine_starts(
+    config: AppConfig, is_installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if is_installed else None)
+    if is_installed:
+        assert len(parse_methods("none,vllm-suffix", config)) == 2
+    else:
+        with pytest.raises(ConfigError, match=r"vllm-suffix.*pip install .*arctic-inference"):
+            parse_methods("none,vllm-suffix", config)
+
+
 def test_a_method_given_twice_is_refused(config: AppConfig) -> None:
     assert [str(m) for m in parse_methods("none,ngram", config)] == ["none", "ngram"]
     with pytest.raises(ConfigError):

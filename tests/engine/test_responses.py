@@ -46,7 +46,7 @@ def streamed(error: Exception | None) -> list[Any]:
     return asyncio.run(collect())
 
 
-@pytest.mark.parametrize("status", ["queued", "cancelled"])
+@pytest.mark.parametrize("status", ["queued", "completed", "cancelled"])
 def test_a_failed_stream_from_the_background_ends_and_is_marked_as_failed(status: str) -> None:
     handler = Handler()
     handler.stored.status = status
@@ -59,7 +59,7 @@ def test_a_failed_stream_from_the_background_ends_and_is_marked_as_failed(status
     *others, last = asyncio.run(asyncio.wait_for(collect(), 10))
     assert others == ["created", "in progress"]
     assert last.type == "error"
-    assert handler.stored.status == ("failed" if status == "queued" else "cancelled")
+    assert handler.stored.status == ("failed" if status == "queued" else status)
 
 
 def test_a_stream_without_an_error_is_not_changed() -> None:

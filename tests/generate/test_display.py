@@ -33,6 +33,12 @@ def test_without_streaming_an_answer_is_shown_when_complete() -> None:
     assert "answer: 1x\n" in shown.getvalue()
 
 
+def test_control_characters_of_an_answer_are_written_unchanged() -> None:
+    display, shown = answers(streams=True)
+    display.show(0, "all:\n\tgcc\r\n", None)
+    assert shown.getvalue().endswith("all:\n\tgcc\r\n")
+
+
 def test_a_summary_adds_up_the_sources() -> None:
     found = summary([completion("ab", ngram=1), completion("c", ngram=2, trie_local=3)], 2.0)
     assert found == (

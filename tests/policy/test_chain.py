@@ -83,8 +83,8 @@ def fixed(kind: str, source: AnsweringSource, max_draft_len: int = 8) -> Member:
     return Member(kind, source, (kind,), max_draft_len, dynamic=False)
 
 
-def dynamic(kind: str, source: AnsweringSource, *, learns: bool = False) -> Member:
-    return Member(kind, source, (kind,), 8, learns=learns)
+def dynamic(kind: str, source: AnsweringSource) -> Member:
+    return Member(kind, source, (kind,), 8)
 
 
 def test_if_one_source_has_no_draft_another_ones_is_sent() -> None:
@@ -193,9 +193,9 @@ def test_no_draft_is_sent_before_plain_steps_are_measured() -> None:
     assert engine.step([1]) == [[1, 2]]
 
 
-def test_a_source_without_drafts_is_asked_rarely_and_sees_ended_texts() -> None:
+def test_a_source_without_drafts_is_asked_rarely() -> None:
     source = AnsweringSource(lambda batch, limits: drafts([()] * len(limits)))
-    engine = Engine(dynamic("trie", source, learns=True))
+    engine = Engine(dynamic("ngram", source))
     engine.measure()
 
     def slow_answer(batch: DraftBatch, limits: object) -> object:
@@ -209,8 +209,33 @@ def test_a_source_without_drafts_is_asked_rarely_and_sees_ended_texts() -> None:
     for _ in range(40):
         engine.step()
     assert len(source.limits) - num_asked == 5
+
+
+class Learner(AnsweringSource):
+    """A source that learns; ``error`` is raised when texts end."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda batch, limits: drafts([()] * len(limits)))
+        self.finished: list[list[int]] = []
+        self.error: Exception | None = None
+
+    def finish(self, batch: DraftBatch) -> None:
+        self.finished.append(batch.slots.tolist())
+        if self.error is not None:
+            raise self.error
+
+
+def test_only_sources_that_learn_see_ended_texts_and_their_errors_are_contained() -> None:
+    learner, other = Learner(), always(1)
+    engine = Engine(dynamic("trie", learner), dynamic("ngram", other))
     engine.chain.finish(batch(1))
-    assert source.limits[-1] == [0]
+    assert learner.finished == [[0]]
+    assert not other.limits
+    learner.error = OSError("disk full")
+    engine.chain.finish(batch(1))
+    assert engine.health("trie").num_errors == 1
+    engine.chain.finish(batch(1))  # switched off
+    assert len(learner.finished) == 2
 
 
 def test_one_of_two_sources_with_equal_drafts_is_asked_rarely() -> None:

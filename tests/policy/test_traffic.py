@@ -120,10 +120,10 @@ def test_a_plain_step_is_measured_at_times_if_drafts_hardly_pay(
 
 
 def without_drafts(
-    clock: Clock, *kinds: str, num_steps: int = 1000, learns: bool = False, dynamic: bool = True
+    clock: Clock, *kinds: str, num_steps: int = 1000, dynamic: bool = True
 ) -> tuple[Traffic, list[FakeLocal]]:
     sources = {kind: FakeLocal(always(), clock, SLOW_S) for kind in kinds}
-    traffic = Traffic(sources, clock, learns=learns, dynamic=dynamic)
+    traffic = Traffic(sources, clock, dynamic=dynamic)
     traffic.run(num_steps)
     return traffic, list(sources.values())
 

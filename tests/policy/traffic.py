@@ -123,14 +123,12 @@ class Traffic:
         *,
         slots: Sequence[int] = (0,),
         dynamic: bool = True,
-        learns: bool = False,
         token_s: float = 1e-4,
         controls: RequestControls = AUTO,
     ) -> None:
         self.metrics = SpeculationMetrics(tuple(sources))
         members = [
-            Member(kind, source, (f"{kind}_1",), 8, dynamic, learns)
-            for kind, source in sources.items()
+            Member(kind, source, (f"{kind}_1",), 8, dynamic) for kind, source in sources.items()
         ]
         self.chain = Chain(members, self.metrics, num_slots=16, vocab_size=100, clock=clock)
         self.clock, self.token_s, self.controls = clock, token_s, controls

@@ -125,11 +125,21 @@ def test_a_long_prompt_is_learned_over_steps_without_delaying_others() -> None:
     assert trie.num_tokens == 6060
 
 
-def test_a_text_that_ends_is_learned_to_its_end() -> None:
+def test_of_a_long_text_that_ends_the_last_tokens_are_learned() -> None:
     ask = build()
-    ask(TEXT, names=["ends"], num_prompt_tokens=6000)
-    ask(TEXT, names=["ends"], num_prompt_tokens=6000, limit=0)
-    assert ask(TEXT[5900:5910], names=["asks"])[0].tokens == tuple(TEXT[5910:5918].tolist())
+    texts = np.random.default_rng(1).integers(0, 30_000, (2, 20_000)).astype(np.int32)
+    ask(*texts, names=["one", "other"])
+    full = np.full(2, 20_000, np.int32)
+    slots = np.array([ask.slots["one"], ask.slots["other"]])
+    ask.source.finish(DraftBatch(slots, texts, full, full - 10))
+    trie = ask.source._memory.tries()[namespace("m")]
+    assert trie.num_tokens == 3 * LEARN_TOKENS_PER_STEP
+    for text in texts:
+        assert ask(text[19_900:19_910])[0].tokens == tuple(text[19_910:19_918].tolist())
+    begin = 20_000 - LEARN_TOKENS_PER_STEP
+    assert ask(texts[0, begin - 9 : begin])[0].tokens == ()  # nothing follows across the gap
+    ask.source.finish(DraftBatch(slots, texts, full, full - 10))
+    assert trie.num_tokens - 3 * LEARN_TOKENS_PER_STEP < 100  # only what the three asked
 
 
 def test_a_request_without_learn_gets_drafts_and_leaves_no_text() -> None:
@@ -276,6 +286,17 @@ def test_a_growing_text_is_not_learned_after_a_purge() -> None:
     ask(TEXT[:300], names=["later"])
     ask.close("grows")
     assert ask(TEXT[40:60], names=["asks"])[0].tokens == tuple(TEXT[60:68].tolist())
+
+
+def test_after_a_purge_a_growing_text_is_not_sent_to_other_replicas() -> None:
+    published = Published()
+    memory = TrieMemory(CONFIG.max_bytes, [namespace("m")])
+    ask = Asker(TrieSource(CONFIG, memory, SourceContext(model_identity="m"), published))
+    ask(TEXT[:200], names=["grows"])
+    memory.clear(namespace("m"))
+    ask(TEXT[:400], names=["grows"])
+    ask.close("grows")
+    assert list(published.texts.values()) == [TEXT[:200].tolist()]
 
 
 def test_a_slots_next_request_is_learned_as_a_new_text() -> None:
