@@ -136,6 +136,7 @@ class Front(BeamSearchOnlineMixin):  # type: ignore[misc]
         self.engine_client: Any = SimpleNamespace(
             input_processor=SimpleNamespace(resolve_watermarking=lambda _: None),
             generate=self._generate,
+            check_admission=lambda number: None,
         )
 
     async def _generate(
