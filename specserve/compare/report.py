@@ -42,14 +42,18 @@ def totals(passes: Sequence[RunResult]) -> tuple[int, int, int]:
     )
 
 
+def add_columns(rows: Table, numbers: Sequence[str]) -> None:
+    """Adds the column of methods, the only one that a narrow terminal wraps, and of numbers."""
+    rows.add_column("method", overflow="fold")
+    for name in numbers:
+        rows.add_column(name, justify="right", no_wrap=True)
+
+
 def table(comparison: Comparison, title: str) -> Table:
     """The table, one row per method."""
     rows = Table(title=title)
-    for name in ("method", "tok/s", f"x {NONE}", "first", "drafted", "accepted", "a draft", "same"):
-        is_text = name == "method"  # the only column that may be wrapped on a narrow terminal
-        rows.add_column(
-            name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
-        )
+    numbers = ("tok/s", f"x {NONE}", "first", "drafted", "accepted", "a draft", "same")
+    add_columns(rows, numbers)
     base = next((p for m, p in comparison.passes.items() if m.is_none), None)
     for method, passes in comparison.passes.items():
         rate = median_tokens_per_second(passes)

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from specserve.compare.comparison import Comparison
+from specserve.compare.report import add_columns
 from specserve.engine.methods import Method
 from specserve.evaluate.quality import MAX_DELTA, METRICS, Quality, answers_of
 
@@ -23,11 +24,7 @@ def table(
     """
     rows = Table(title=title, padding=(0, 1, 0, 0))
     short = [name.replace("rouge", "R") for name in METRICS]
-    for name in ("method", "ms", "tok/s", *short, "exact", f"= {reference}"):
-        is_text = name == "method"  # the only column that may be wrapped on a narrow terminal
-        rows.add_column(
-            name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
-        )
+    add_columns(rows, ("ms", "tok/s", *short, "exact", f"= {reference}"))
     for method, quality in found.items():
         answers = answers_of(comparison, method)
         verdict = quality.verdict

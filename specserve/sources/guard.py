@@ -188,8 +188,7 @@ def _take(offers, stops, slots, limits, drafts, bounds):  # type: ignore[no-unty
         length = max(min(lengths[row], limit), 0)
         is_good = 0 <= lengths[row] <= tokens.shape[1] and labels[row] < num_labels
         if is_good:
-            j = 0
-            while j < length:
+            for j in range(length):
                 if _is_stop(stops[slot], tokens[row, j]):
                     length = j
                     break
@@ -197,7 +196,6 @@ def _take(offers, stops, slots, limits, drafts, bounds):  # type: ignore[no-unty
                 is_good = is_good and is_token and 0.0 <= confidence[row, j] <= 1.0
                 offers.tokens[slot, j] = tokens[row, j]
                 offers.confidence[slot, j] = confidence[row, j]
-                j += 1
         if limit > 0:
             num_wanted += 1
             num_malformed += not is_good
