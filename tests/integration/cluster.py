@@ -513,3 +513,12 @@ def kill(processes: Sequence[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.Error):
             process.kill()
+
+
+def suspend(process: psutil.Process) -> None:
+    """Suspends a process and waits until it stands.
+
+    On a busy machine its threads run on for some milliseconds after the signal was sent.
+    """
+    process.suspend()
+    eventually(lambda: process.status() == psutil.STATUS_STOPPED, "suspended", 10.0, 0.001)

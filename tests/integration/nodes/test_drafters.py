@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
-from tests.integration.cluster import Cluster, eventually
+from tests.integration.cluster import Cluster, eventually, suspend
 from tests.integration.drafter_host import TIMEOUT_S, DrafterHost
 
 pytestmark = pytest.mark.timeout(600)
@@ -57,11 +56,11 @@ def test_a_stopped_drafter_costs_one_timeout_and_is_used_again_within_a_second(
     host, process = hosts[0], drafter(cluster)
     draft = await_draft(host, TEXT)
     before = host.propose(TEXT)["timeouts"]
-    process.send_signal(signal.SIGSTOP)
+    suspend(process)
     try:
         answers = [host.propose(TEXT + draft[: 1 + step % 2]) for step in range(20)]
     finally:
-        process.send_signal(signal.SIGCONT)
+        process.resume()
     began = time.monotonic()
     await_draft(host, TEXT)
     assert time.monotonic() - began < 1.0

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.integration.api import Api, StreamError
-from tests.integration.cluster import Deployment
+from tests.integration.cluster import Deployment, suspend
 from tests.integration.running import ERROR_S, LONG, SEVERAL, replaced, running_stream
 from tests.integration.stage import STEP_S
 
@@ -45,7 +45,7 @@ def test_a_shard_that_hangs_fails_its_requests_and_the_replica_is_replaced(
     """The shard neither answers nor dies, like a shard that has lost its connection."""
     before = two_shards.cluster.engine_processes()
     with running_stream(of_two_shards, **LONG) as outcome:
-        two_shards.cluster.shards()[0].suspend()
+        suspend(two_shards.cluster.shards()[0])
         error = outcome(STEP_S + 30.0)
     assert isinstance(error, StreamError | httpx.HTTPError), "the stream ended without an error"
 
@@ -58,7 +58,7 @@ def test_a_replica_with_an_idle_hanging_shard_is_replaced_when_its_counts_are_as
     of_two_shards: Api, two_shards: Deployment
 ) -> None:
     before = two_shards.cluster.engine_processes()
-    two_shards.cluster.shards()[0].suspend()
+    suspend(two_shards.cluster.shards()[0])
     with suppress(httpx.TimeoutException):  # Serve may hold the request for the next replica
         assert of_two_shards.http.get("/v1/speculation", timeout=10).status_code == 200
     replaced(two_shards, before)

@@ -15,7 +15,7 @@ import pytest
 
 from specserve.trie.log_snapshot import SnapshotFile
 from specserve.trie.store import StoreOptions
-from tests.integration.cluster import Cluster, eventually, running_cluster
+from tests.integration.cluster import Cluster, eventually, running_cluster, suspend
 from tests.integration.trie_host import VOCAB_SIZE, TrieHost
 
 pytestmark = pytest.mark.timeout(600)
@@ -232,7 +232,7 @@ def test_replicas_go_on_while_the_store_hangs_and_catch_up_later(start: Start) -
     one("write", "a", 10)
     two.reads({"a": 10})
     process = memory.process()
-    process.suspend()
+    suspend(process)
     try:
         one("begin", "b")
         one.awaits(lambda link: not link["up"] and link["unsent_s"] > 0)

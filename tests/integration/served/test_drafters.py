@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -13,7 +12,7 @@ import psutil
 import pytest
 
 from tests.integration.api import OFF, Api
-from tests.integration.cluster import Deployment
+from tests.integration.cluster import Deployment, suspend
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -115,12 +114,12 @@ def test_a_hanging_drafter_is_reported_down_until_it_resumes(
     await_drafts(api, app)
     hung = drafter(app)
     assert hung is not None
-    hung.send_signal(signal.SIGSTOP)
+    suspend(hung)
     try:
         assert [write(api, prompt) for prompt in PROMPTS] == expected
         app.eventually(lambda: not is_up(api), "the drafter is reported down", WAIT_S)
     finally:
-        hung.send_signal(signal.SIGCONT)
+        hung.resume()
     await_drafts(api, app)
     assert is_up(api)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.api import MODEL, Api, StreamError
 from tests.integration.applications import MAX_NUM_SEQS, MAX_QUEUED
-from tests.integration.cluster import Deployment, eventually
+from tests.integration.cluster import Deployment, eventually, suspend
 from tests.integration.running import (
     ERROR_S,
     GENERATED,
@@ -101,7 +101,7 @@ def test_ctrl_c_ends_everything_despite_a_running_request_and_hanging_stores(
     stores = cluster.processes("ray::TrieStore")
     assert stores
     for store in stores:
-        store.suspend()
+        suspend(store)
     try:
         Api(ended.base_url("/two")).complete(prompt="class A:\n", max_tokens=60, ignore_eos=True)
         with running_stream(Api(ended.base_url()), **LONG, **SEVERAL) as outcome:

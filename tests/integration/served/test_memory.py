@@ -19,7 +19,7 @@ import pytest
 from specserve.serve.memory import MAX_BODY_BYTES
 from tests.integration.api import MODEL, TIMEOUT_S, Api, fresh
 from tests.integration.applications import KEYS
-from tests.integration.cluster import Deployment
+from tests.integration.cluster import Deployment, suspend
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -259,7 +259,7 @@ def test_memory_calls_get_503_while_the_store_hangs(memory: Memory, shared: Depl
     hanging = shared.cluster.processes("ray::TrieStore")
     assert hanging
     for store in hanging:
-        store.suspend()
+        suspend(store)
     try:
         bodies = {"POST": b'{"text": "a b c"}', "GET": b"", "DELETE": b""}
         with ThreadPoolExecutor(len(bodies)) as pool:
