@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         "pp": 1 if model.num_devices else None,
     }
     found = served | figures(result, [len(each) for each in requests], model.num_devices)
-    _print(Console(), found, sources)
+    _print(Console(markup=False), found, sources)
     if args.record_output:
         write_token_file(args.record_output, [each.token_ids for each in result.completions])
     if args.save_output:

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from specserve.serve.config_file import read
     from specserve.serve.plan import described_nodes
 
-    gpu_bytes = plan.bytes_of(args.gpu_memory)
+    gpu_bytes = plan.bytes_of(args.gpu_memory, args.cluster)
     is_elsewhere = args.cluster not in (None, "running")
     if is_elsewhere:
         described_nodes(args.cluster, ())  # reports a wrong option before the slower checks

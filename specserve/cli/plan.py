@@ -33,21 +33,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpu-memory",
-        default="80GiB",
         metavar="SIZE",
-        help="memory of a GPU, in GiB or GB (10^9 bytes), for the plan (default: 80GiB)",
+        help="with --cluster: memory of a GPU, in GiB or GB (10^9 bytes) (default: 80GiB)",
     )
 
 
-def bytes_of(gpu_memory: str) -> float:
+def bytes_of(gpu_memory: str | None, cluster: str | None) -> float:
     """The bytes that ``--gpu-memory`` names.
 
     Raises:
-        ConfigError: it is no size.
+        ConfigError: it is no size, or there is no ``--cluster`` to plan for.
     """
-    size = _SIZE.fullmatch(gpu_memory)
+    size = _SIZE.fullmatch(gpu_memory or "80GiB")
     if size is None or not float(size[1]):
         raise ConfigError("--gpu-memory", gpu_memory, "a size such as 80GiB or 80GB")
+    if gpu_memory and cluster is None:
+        raise ConfigError("--gpu-memory", gpu_memory, "only with --cluster, whose plan it is for")
     return float(size[1]) * _UNITS[size[2]]
 
 

@@ -74,7 +74,7 @@ def _stats(args: argparse.Namespace) -> int:
 
     with connected(args.address):
         stats = {name: store.stats() for name, store in _stores().items()}
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     for name, each in stats.items():
         _print_stats(console, name, each)
     return 0

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = configured_tokenizer(config, args.chat_template)
     prompts = load_prompts(args.prompts, tokenizer, num_prompts=args.num_prompts, seed=args.seed)
     check_lengths(prompts, args.prompts, text_sizes(config)[0])
-    console = Console()
+    console = Console(markup=False)
     comparison = compare(config, methods, prompts, settings, console, Method(NONE))
     console.print(table(comparison, f"{config.model.name}, {len(prompts)} prompts of "
                         f"{args.prompts}, concurrency {args.concurrency}"))  # fmt: skip

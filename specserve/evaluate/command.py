@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if reference.name == HF:  # another implementation rounds differently, even in float32
         tolerance = BF16_TOLERANCE
     settings = Settings(max_tokens=args.max_tokens, tolerance=tolerance)
-    console = Console()
+    console = Console(markup=False)
     comparison = compare(config, methods, examples, settings, console, reference)
     found = judge_quality(comparison)
     lost = failures(found, threshold)

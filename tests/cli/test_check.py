@@ -287,6 +287,7 @@ def test_an_invalid_cluster_is_refused_before_the_file_is_read(
         (["--cluster", "2x8", "--gpu-memory", "80"], "--gpu-memory: '80' is not allowed; allow"),
         (["--cluster", "2x8", "--gpu-memory", "0GB"], "--gpu-memory: '0GB' is not allowed; allow"),
         (["--gpu-memory", "much"], "--gpu-memory: 'much' is not allowed; allowed: a size such as"),
+        (["--gpu-memory", "80GB"], "--gpu-memory: '80GB' is not allowed; allowed: only with --clu"),
     ],
 )
 def test_a_plan_that_fails_is_reported_in_one_line(

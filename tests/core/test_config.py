@@ -111,6 +111,10 @@ def test_a_config_is_frozen() -> None:
             r"what engine\.gpu_memory_utilization \(0\.9\) leaves of a GPU$",
         ),
         (
+            {"speculation": [{"kind": "mtp", "num_gpus": 2}]},
+            r"^speculation\.0\.num_gpus: 2 .* a number >= 0 and <= 1$",
+        ),
+        (
             {"speculation": [{**BESIDE, "num_cpus": 2.0}]},
             r"^speculation\.0\.num_cpus: 2\.0 .* at most 1, "
             r"what placement\.num_cpus_per_shard \(1\) reserves$",

@@ -31,7 +31,7 @@ OPTIONS = DrafterOptions(
     max_tokens=64,
     dtype="auto",
     num_cpus=0.5,
-    num_gpus=2.0,
+    num_gpus=1.0,
     resources={"drafters": 1.0},
 )
 NUM_ACTORS = 3
@@ -173,7 +173,7 @@ def test_an_unplaced_drafter_is_reported_once_with_its_resources(actors: Actors)
     actors.pass_time(find, 3 * SILENT_S)
     assert actors.reasons == [
         "it has not answered for 30 s; it loads its model, or no node has free what it asks for: "
-        "num_cpus 0.5, num_gpus 2, resources {'drafters': 1.0}"
+        "num_cpus 0.5, num_gpus 1, resources {'drafters': 1.0}"
     ]
 
 

@@ -209,7 +209,7 @@ def test_a_draft_model_has_a_cache_for_the_targets_longest_texts(tmp_path: Path)
     target.mkdir()
     draft.mkdir()
     config(draft, LLAMA_70B)
-    source = DraftModelConfig(kind="draft_model", model=str(draft), num_gpus=2, max_texts=2)
+    source = DraftModelConfig(kind="draft_model", model=str(draft), num_gpus=1, max_texts=2)
     memory = drafter_memory(config(target, DEEPSEEK_R1, max_model_len=1000), source)
     assert memory.kv_cache_bytes == 2 * 1000 * 80 * 2 * 8 * 128 * 2
 
