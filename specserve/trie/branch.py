@@ -45,8 +45,9 @@ from specserve.trie.pages import open_slot
 GROUP = 32
 """Requests of a group: their lookups take turns."""
 
-_MAX_PLACES, _MAX_HOPS = 16, 32
-"""Places of one context that a lookup weighs, and that it visits, at most."""
+_MAX_PLACES, _MAX_HOPS = 16, 128
+"""Places of one context that a lookup weighs, and that it visits, at most. Other requests' private
+texts are visited too."""
 
 _HALF_EVIDENCE = 4.0
 """Evidence at which a token is right with probability 0.5. Evidence is ``r = sqrt(m^3 n)``, where

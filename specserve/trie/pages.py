@@ -191,8 +191,26 @@ def put_waiting(a, scratch, count):  # type: ignore[no-untyped-def]
 
 
 @inner
+def _wait(a, scratch, waiting, page, begin, end):  # type: ignore[no-untyped-def]
+    """Adds the contexts that end at a page's offsets ``begin .. end - 1`` to the waiting ones."""
+    contexts = scratch.waiting[waiting : waiting + end - begin]
+    known = hash_page_contexts(a, page, begin, end, contexts, scratch.prefix)
+    for j in range(end - begin):
+        num_levels = 0
+        while num_levels < NUM_LEVELS and LENGTHS[num_levels] <= known + j + 1:
+            prefetch_context(a.table, num_levels, contexts[j, num_levels])
+            num_levels += 1
+        contexts[j, _POSITION] = page * PAGE + begin + j
+        contexts[j, _NUM_LEVELS] = num_levels
+    return waiting + end - begin
+
+
+@inner
 def append(a, scratch, waiting, slot, text, begin, end, num_prompt_tokens):  # type: ignore[no-untyped-def]
     """Appends text to a sequence while there is room; :func:`put_waiting` inserts its contexts.
+
+    A token's contexts are inserted together with the token after it: the ends of open texts, which
+    have nothing to draft, would delay each lookup.
 
     Args:
         waiting: number of tokens whose contexts wait in the scratch.
@@ -224,16 +242,10 @@ def append(a, scratch, waiting, slot, text, begin, end, num_prompt_tokens):  # t
         first_output = offset + max(num_prompt_tokens - column, 0)
         if first_output < offset + count:
             a.pages[page, OUTPUT] = min(a.pages[page, OUTPUT], first_output)
-        contexts = scratch.waiting[waiting : waiting + count]
-        known = hash_page_contexts(a, page, offset, offset + count, contexts, scratch.prefix)
-        for j in range(count):
-            num_levels = 0
-            while num_levels < NUM_LEVELS and LENGTHS[num_levels] <= known + j + 1:
-                prefetch_context(a.table, num_levels, contexts[j, num_levels])
-                num_levels += 1
-            contexts[j, _POSITION] = page * PAGE + offset + j
-            contexts[j, _NUM_LEVELS] = num_levels
-        waiting += count
+        prev = np.int64(a.pages[page, PREV])
+        if offset == 0 and prev >= 0 and not a.pages[page, FLAGS] & CUT:
+            waiting = _wait(a, scratch, waiting, prev, PAGE - 1, PAGE)
+        waiting = _wait(a, scratch, waiting, page, max(offset - 1, 0), offset + count - 1)
         a.scalars[NUM_TOKENS] += count
         a.scalars[CLOCK] += count
         column += count

@@ -181,6 +181,18 @@ def test_a_private_text_gives_drafts_only_to_its_own_open_request(
     assert draft(trie, tokens(1, 2, 3), own=secret) == []
 
 
+@pytest.mark.parametrize("private", [False, True])
+def test_many_requests_at_the_same_place_all_get_drafts(trie: TokenTrie, private: bool) -> None:
+    text = noise(40)
+    learn(trie, text)
+    sequences = [trie.open(private=private) for _ in range(64)]
+    for sequence in sequences:
+        trie.append(sequence, text[:20])
+    found = look_up(trie, [text[:20]] * 64, [8] * 64, sequences)
+    assert (found.tokens == text[20:28]).all()
+    assert (found.lengths == 8).all()
+
+
 def test_an_ended_private_text_leaves_nothing(trie: TokenTrie) -> None:
     text = noise(500)
     learn(trie, noise(200, 7))
