@@ -18,8 +18,8 @@ class Outbox:
     """Recent records of this and other replicas, and which of them have to be sent.
 
     Normally, these are the records written since the last call. A store that has lost its memory
-    gets all records that it does not list as held. Each replica sends the records that it wrote
-    first, and leaves out those that the store gets from other replicas in the meantime.
+    gets all records that it does not list as held. Each replica sends purges first, then the
+    records that it wrote, and leaves out those that the store gets from other replicas meanwhile.
 
     Not thread-safe.
 
@@ -33,6 +33,7 @@ class Outbox:
         """Own tokens that were dropped before the store confirmed them."""
         self._origin = origin
         self._log = TokenLog(max_bytes, self._drop)
+        self._purges: Unsent = {}
         self._own: Unsent = {}
         self._others: Unsent = {}
 
@@ -56,7 +57,7 @@ class Outbox:
         """The next records to send, about ``max_bytes``; they stay until :meth:`confirm`."""
         records: list[Record] = []
         num_bytes = 0
-        for record in (self._own or self._others).values():
+        for record in (self._purges or self._own or self._others).values():
             records.append(record)
             num_bytes += record.num_bytes
             if num_bytes >= max_bytes:
@@ -71,7 +72,7 @@ class Outbox:
     def start_over(self, held: Ranges) -> None:
         """Marks as unsent all records that a restarted store does not hold."""
         stored = SeenRecords(held)
-        self._own, self._others = {}, {}
+        self._purges, self._own, self._others = {}, {}, {}
         for record in chain(self._log.tombstones.in_force(), self._log.records()):
             if not stored.has(record.origin, record.number):
                 self._unsent(record)[record.origin, record.number] = record
@@ -79,7 +80,7 @@ class Outbox:
     @property
     def is_empty(self) -> bool:
         """Whether no record has to be sent."""
-        return not (self._own or self._others)
+        return not (self._purges or self._own or self._others)
 
     @property
     def oldest_unsent_stamp(self) -> float:
@@ -87,6 +88,8 @@ class Outbox:
         return next((record.stamp for record in self._own.values()), inf)
 
     def _unsent(self, record: Record) -> Unsent:
+        if record.kind != "text":
+            return self._purges
         return self._own if record.origin == self._origin else self._others
 
     def _pop_unsent(self, record: Record) -> Record | None:

@@ -88,8 +88,10 @@ class TokenLog:
     ) -> tuple[list[Record], int, int]:
         """Reads records from a position.
 
-        If the log has dropped records after that position, the batch begins with all tombstones in
-        force, because the reader may have missed some.
+        A reader forgets all of a purged namespace's text, also what came after the purge. So the
+        batch begins with all tombstones in force if the log has dropped records after that
+        position, because the reader may have missed some, and for a new reader, because the log
+        may hold older tombstones behind newer text.
 
         Args:
             position: returned by an earlier read; 0 begins with the oldest record.
@@ -100,7 +102,7 @@ class TokenLog:
             (records in log order, position to read from next, positions left to read).
         """
         start = self.start
-        missed = self.tombstones.in_force() if position < start else []
+        missed = self.tombstones.in_force() if position < start or not position else []
         records = [each for each in missed if wanted(each)]
         position = min(max(position, start), self.end)
         offset = len(self._slots) - self.end

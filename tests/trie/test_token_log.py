@@ -99,7 +99,7 @@ def test_a_purge_removes_its_namespace_only() -> None:
     log.append(record(3))
     position = log.end
     log.append(purge(stamp=1e9))
-    assert read(log) == [record(2, namespace="other"), purge(stamp=1e9)]
+    assert read(log, 1) == [record(2, namespace="other"), purge(stamp=1e9)]
     assert read(log, position) == [purge(stamp=1e9)]
     assert log.num_tokens == 3
     assert log.tokens_by_namespace == {"other": 3}
@@ -123,6 +123,15 @@ def test_a_reader_that_lost_records_still_gets_the_tombstones() -> None:
         log.append(record(number, range(100), stamp=1e9 + 1))
     assert log.since(position, 1)[0][0] == purge(stamp=1e9)
     assert purge(stamp=1e9) not in read(log, log.start)
+
+
+def test_a_new_reader_gets_old_tombstones_before_newer_text() -> None:
+    log = new_log()
+    log.append(record(1, stamp=1e9 + 1))
+    log.append(purge(stamp=1e9))
+    first, text, *rest = read(log)
+    assert (first, text) == (purge(stamp=1e9), record(1, stamp=1e9 + 1))
+    assert all(each == first for each in rest)
 
 
 def test_the_memory_of_tombstones_is_bounded() -> None:
