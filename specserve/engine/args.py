@@ -52,6 +52,9 @@ _FRONTEND_FIELDS = {field.name: field for field in dataclasses.fields(FrontendAr
 def check_engine_options(config: AppConfig) -> None:
     """Checks ``engine.vllm`` against vLLM's own arguments, as ``vllm serve`` does at its start.
 
+    Where vLLM's GPU build finds no GPU, such as on a cluster's head, names and types alone are
+    checked. The engine checks the rest.
+
     Raises:
         ConfigError: vLLM has no such key, or another field sets it; the value has the wrong type
             or is refused here; or options do not go together.
@@ -67,6 +70,8 @@ def check_engine_options(config: AppConfig) -> None:
         known = parsers.list_registered()
         if name not in known:
             raise ConfigError(f"engine.vllm.{key}", name, ", ".join(sorted(known)))
+    if not current_platform.device_type:  # vLLM's configuration needs a device
+        return
     try:
         validate_parsed_serve_args(serve_namespace(config))
     except (TypeError, ValueError) as error:

@@ -26,13 +26,15 @@ _LARGEST = 512
 def graph_sizes(config: AppConfig) -> list[int]:
     """Graph sizes in tokens, ascending: vLLM's own sizes and those of full batches.
 
-    Full batches are ``max_num_seqs`` requests without drafts, and with the longest drafts.
+    Full batches are ``max_num_seqs`` requests without drafts, and with the longest drafts. As in
+    vLLM, graphs are up to twice as long, for steps that also read a short prompt.
     """
     engine = config.engine
     longest = engine.max_num_seqs * (1 + config.num_speculative_tokens)
-    limit = min(longest, engine.max_num_batched_tokens, _LARGEST)
-    steps = {1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST + 1, 16), engine.max_num_seqs}
-    return sorted({size for size in steps if size <= limit} | {limit})
+    limit = min(2 * longest, engine.max_num_batched_tokens, _LARGEST)
+    full = {engine.max_num_seqs, longest, limit}
+    steps = {1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST + 1, 16)} | full
+    return sorted(size for size in steps if size <= limit)
 
 
 def set_graph_sizes(arguments: AsyncEngineArgs, config: AppConfig) -> None:

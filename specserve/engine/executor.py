@@ -94,12 +94,15 @@ class InProcessExecutor(DraftsWithTokens, UniProcExecutor):
 
 
 class NodeRayWorkerProc(RayWorkerProc):
-    """A shard that puts its sockets into the folder of Ray's session on its own node."""
+    """A shard that knows its own node: Ray's folder there for its sockets, and only its GPUs."""
 
     def initialize_worker(self, *args: Any, **options: Any) -> None:
         """Starts the worker."""
         # Before vLLM copies the folder of the engine core, which may be on another node.
         keep_sockets_in_session()
+        # vLLM's GPU worker recognises Ray by this name alone. With the executor's class it wants
+        # the GPUs of all shards on this node.
+        self._parallel_config.distributed_executor_backend = "ray"
         super().initialize_worker(*args, **options)
 
 

@@ -17,6 +17,7 @@ from specserve.engine.hook import ProposerHook
 from specserve.engine.sampling import keep_asked_tokens, repair_sampling, without_speculation
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 else:
     _Worker = object  # a node has either vLLM's GPU worker or its CPU worker to import
@@ -44,6 +45,7 @@ class SpeculationMixin(_Worker):
             RayExporter(ALL, lambda: samples(metrics.snapshot()), labels).start()
         else:
             self.model_runner.propose_draft_token_ids = _no_drafts
+        _leave_settings_out(self.vllm_config)
 
     def compile_or_warm_up_model(self) -> Any:
         """Warms up. vLLM then has its share of GPU memory, so drafters beside it may start."""
@@ -116,6 +118,16 @@ class InEngineMixin(_Worker):
 def _no_drafts(scheduler_output: Any, sampled_token_ids: Any, *rest: object) -> list[list[int]]:
     # vLLM takes the drafts of rank 0 alone.
     return [[] for _ in sampled_token_ids]
+
+
+def _leave_settings_out(config: VllmConfig) -> None:
+    """Removes our options, which have been read by now.
+
+    vLLM finds compiled models by a hash of its configuration. It would compile the model anew after
+    each change of an option of ours.
+    """
+    options = config.additional_config.items()
+    config.additional_config = {key: value for key, value in options if "specserve" not in key}
 
 
 def _log_as_vllm() -> None:

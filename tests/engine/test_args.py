@@ -10,6 +10,7 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
 from vllm.platforms import current_platform
+from vllm.platforms.interface import UnspecifiedPlatform
 from vllm.reasoning import ReasoningParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -132,6 +133,15 @@ def test_an_error_inside_an_option_names_its_path_and_its_value() -> None:
         check_engine_options(config({"compilation_config": {"mode": "fastest"}}))
     assert refused.value.field == "engine.vllm.compilation_config.mode"
     assert refused.value.value == "fastest"
+
+
+def test_options_can_be_checked_where_vllm_finds_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = UnspecifiedPlatform()
+    monkeypatch.setattr("vllm.platforms._current_platform", nowhere)
+    monkeypatch.setattr(args, "current_platform", nowhere)
+    check_engine_options(config({"reasoning_parser": "deepseek_r1"}))
+    with pytest.raises(ConfigError, match=r"^engine\.vllm\.reasoning_parser: 'none such' "):
+        check_engine_options(config({"reasoning_parser": "none such"}))
 
 
 def test_the_path_of_an_error_leaves_out_the_types_of_a_union() -> None:

@@ -110,7 +110,8 @@ def test_a_step_with_drafts_replays_the_piecewise_graph_of_the_next_size(tmp_pat
     assert steps.graph(17) == (PIECEWISE, 20)
     assert steps.graph(1, 1, 3) == (PIECEWISE, 8)
     assert steps.graph(*[17] * 20) == (PIECEWISE, 340)
-    assert steps.graph(341) == (NONE, 341)
+    assert steps.graph(*[17] * 20, 1) == (PIECEWISE, 352)
+    assert steps.graph(513) == (NONE, 513)
 
 
 @pytest.mark.usefixtures("_on_gpu")
@@ -159,7 +160,7 @@ def test_vllm_chooses_the_sizes_if_other_size_options_are_set(
 
 
 def test_no_graph_is_larger_than_the_largest_step(tmp_path: Path) -> None:
-    assert graph_sizes(app(tmp_path, 3, max_num_seqs=2)) == [1, 2, 4, 8]
+    assert graph_sizes(app(tmp_path, 3, max_num_seqs=2)) == [1, 2, 4, 8, 16]
     assert graph_sizes(app(tmp_path, 3, max_num_batched_tokens=30)) == [1, 2, 4, 8, 16, 20, 24, 30]
     assert graph_sizes(app(tmp_path, 128))[-1] == 512
 

@@ -7,13 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
+from vllm.config import ParallelConfig
+from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 
+from specserve.engine import executor as module
 from specserve.engine.executor import (
     BriefPolling,
     DraftsWithTokens,
     InProcessExecutor,
+    NodeRayWorkerProc,
     RayExecutor,
     attach_drafts,
 )
@@ -108,3 +114,27 @@ def test_a_queue_is_polled_only_briefly_after_a_read(
     monkeypatch.setattr(time, "monotonic", lambda: now)
     condition.wait(timeout_ms=60_000)
     assert waited == waited_ms
+
+
+def test_a_gpu_shard_needs_only_its_own_nodes_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = ParallelConfig(tensor_parallel_size=16, distributed_executor_backend=RayExecutor)
+    shard = NodeRayWorkerProc(
+        SimpleNamespace(parallel_config=parallel, logging_config=None), 0, None, True
+    )
+    monkeypatch.setattr(module, "keep_sockets_in_session", lambda: None)
+    monkeypatch.setattr(RayWorkerProc, "initialize_worker", lambda *_, **__: None)
+    shard.initialize_worker()
+
+    worker = GpuWorker.__new__(GpuWorker)
+    worker.device_config = SimpleNamespace(device_type="cuda")
+    worker.parallel_config, worker.local_rank = parallel, 0
+    parallel.assigned_physical_gpu_ids = list(range(8))
+
+    def choose_gpu(_: int) -> int:
+        raise LookupError("the checks of the GPUs are over")
+
+    monkeypatch.setattr(
+        type(current_platform), "logical_device_id_to_visible_device_id", staticmethod(choose_gpu)
+    )
+    with pytest.raises(LookupError):
+        worker.init_device()

@@ -52,6 +52,7 @@ def test_a_shard_has_the_folder_of_its_own_node(here: str, monkeypatch: pytest.M
             os.environ.setdefault(name, value)  # as vLLM does
 
     monkeypatch.setattr(RayWorkerProc, "initialize_worker", initialize)
-    worker = NodeRayWorkerProc.__new__(NodeRayWorkerProc)
+    config = SimpleNamespace(parallel_config=SimpleNamespace())
+    worker = NodeRayWorkerProc(config, 0, None, is_driver_worker=True)
     worker.initialize_worker(driver_env_vars={VARIABLE: "/of/the/head"})
     assert os.environ.pop(VARIABLE) == here

@@ -32,6 +32,7 @@ class OneOfManyRanks:
     rank = 1
     has_inner_state = False
     is_shut_down = False
+    vllm_config = SimpleNamespace(additional_config={"specserve": {}, "of_vllm": 1})
 
     def execute_model(self, scheduler_output: object) -> None:
         self.taken_with = [self.model_runner.speculative_config]
@@ -83,6 +84,12 @@ def our_log() -> Iterator[None]:
     yield
     ours.setLevel(level)
     ours.handlers[:] = handlers
+
+
+def test_only_vllms_options_stay_in_the_configuration_that_names_compiled_models() -> None:
+    worker = Worker()
+    worker.init_device()
+    assert worker.vllm_config.additional_config == {"of_vllm": 1}
 
 
 def test_a_rank_that_does_not_draft_samples_as_the_one_that_does() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sysconfig
 from contextlib import suppress
@@ -39,7 +38,7 @@ def use_saved_models() -> None:
 
     vLLM 0.32 saves the model that it compiled on CPU, but fails to load it and compiles it again.
     It would also load a model for a CPU with other instructions, or with other linear layers in
-    float32. And it would not load a model after a change of an option that only we read.
+    float32.
     """
     torch.compiler.load_compiled_function = _loaded
     caching.aot_compile_hash_factors = _factors_of_model
@@ -58,10 +57,6 @@ def _loaded(*args: Any, **kwargs: Any) -> Any:
 
 def _factors_of_model(config: VllmConfig) -> list[str]:
     """What a saved model depends on. Linear layers are known, since they have been loaded."""
-    model_only, additional = copy.copy(config), config.additional_config
-    if isinstance(additional, dict):
-        others = {key: value for key, value in additional.items() if "specserve" not in key}
-        model_only.additional_config = others
     capabilities = sorted(torch.cpu.get_capabilities().items())
     in_float32 = str(sorted(linear.in_float32.items()))
-    return [*_factors(model_only), str(capabilities), in_float32, rotary.ORDER]
+    return [*_factors(config), str(capabilities), in_float32, rotary.ORDER]
