@@ -20,6 +20,13 @@ from specserve.serve.router import router_config
 from specserve.serve.server import ModelServer
 from specserve.serve.tenants import read_keys
 
+_MAX_STARTS = 2
+"""Starts of a replica before Serve gives up, while none has ever run.
+
+Serve only counts failures: a host that is late and a model that does not fit are the same to it. So
+a start that cannot succeed is tried twice, and each try prints the error.
+"""
+
 
 class BuildError(SpecServeError, RayServeException):
     """A ``RayServeException``, so that Serve shows only its message and does not retry."""
@@ -69,7 +76,8 @@ def _build(args: dict[str, Any]) -> Application:
         max_ongoing_requests=2 * most_requests,
         request_router_config=router_config(),
         graceful_shutdown_timeout_s=config.http.drain_timeout_s,
-        max_constructor_retry_count=1,
+        # Of all replicas together: a host that is late fails the first start of each one.
+        max_constructor_retry_count=_MAX_STARTS * config.placement.num_replicas,
         # Serve replaces a replica after three failed checks. Checks are frequent because they cost
         # nothing, and because a dead engine does not recover.
         health_check_period_s=2,

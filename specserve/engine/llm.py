@@ -41,6 +41,7 @@ from specserve.engine.cluster_memory import shared_trie, store_options
 from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.isolation import TenantLLM, close_routes, part_media, part_responses
 from specserve.engine.logits_processors import PROCESSORS
+from specserve.engine.parsers import parse_token_by_token
 from specserve.engine.prediction import Predictor
 from specserve.engine.responses import end_with_errors
 from specserve.engine.temporary_files import keep_sockets_in_session
@@ -121,6 +122,7 @@ class Engine:
         responses = app.state.openai_serving_responses
         end_with_errors(responses)
         extend_beam_search(self._llm.model_config.max_logprobs, self._learn)
+        parse_token_by_token()
         if self._config.http.api_keys:
             close_routes(app)
             part_responses(responses)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import SamplingParams
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from specserve.core.errors import GenerationError
 from specserve.engine.text_request import (
@@ -21,9 +17,7 @@ from specserve.engine.text_request import (
     TextRequest,
     Token,
 )
-
-_CONTEXT_TOKENS = 16
-"""Prompt tokens given to the detokenizer; no character consists of more tokens."""
+from specserve.engine.token_texts import TokenTexts
 
 
 class OutputReader:
@@ -32,7 +26,7 @@ class OutputReader:
     def __init__(self, request: TextRequest, tokenizer: Any) -> None:
         self._request = request
         self._tokenizer = tokenizer
-        self._texts: dict[int, _TokenTexts] = {}  # by the index of a continuation
+        self._texts: dict[int, TokenTexts] = {}  # by the index of a continuation
 
     def read(self, output: RequestOutput) -> Output:
         """Converts one output.
@@ -65,7 +59,7 @@ class OutputReader:
         if self._request.with_tokens:
             texts = self._texts.get(output.index)
             if texts is None:
-                texts = self._texts[output.index] = _TokenTexts(self._tokenizer, prompt)
+                texts = self._texts[output.index] = TokenTexts(self._tokenizer, prompt)
             for token, entries in zip(output.token_ids, output.logprobs or (), strict=True):
                 logprob = entries[token].logprob
                 tokens.append(Token(token, texts.next(token), logprob, token in texts.special))
@@ -80,33 +74,6 @@ class OutputReader:
             finish_reason=_finish_reason(output),
             speculation=output.spec_decode_metrics and output.spec_decode_metrics.to_dict(),
         )
-
-
-class _TokenTexts:
-    """Text of each generated token, special tokens included, by vLLM's detokenizer."""
-
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        self.special: frozenset[int] = frozenset(tokenizer.all_special_ids)
-        self._detokenizer = IncrementalDetokenizer.from_new_request(
-            tokenizer,
-            EngineCoreRequest(
-                request_id="",
-                prompt_token_ids=list(prompt[-_CONTEXT_TOKENS:]),
-                mm_features=None,
-                sampling_params=SamplingParams(skip_special_tokens=False),
-                pooling_params=None,
-                arrival_time=0.0,
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            ),
-        )
-
-    def next(self, token: int) -> str:
-        """Returns the text that the next token adds."""
-        self._detokenizer.update([token], stop_terminated=False)
-        text: str = self._detokenizer.get_next_output_text(finished=False, delta=True)
-        return text
 
 
 def _top_tokens(
