@@ -20,6 +20,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from specserve.core.token_texts import TokenTexts
 from specserve.core.types import Int32Array
+from specserve.sources.controls import REASONING_KEY
 
 _CONTEXT_TOKENS = 4
 """Last answer tokens that are tokenized together with a forced text."""
@@ -58,7 +59,9 @@ class Grammars:
         return RequestGrammar(self._manager, given, self._tokenizer)
 
     def _give(self, request_id: str, prompt: list[int], params: SamplingParams) -> Given:
-        request = Request(request_id, list(prompt), params, None)
+        ended, options = (params.extra_args or {}).get(REASONING_KEY, (None, None))
+        reasoning = {"reasoning_ended": ended, "reasoning_parser_kwargs": options}
+        request = Request(request_id, list(prompt), params, None, **reasoning)
         self._manager.grammar_init(request)
         if self._texts is None:
             backend: Any = self._manager.backend

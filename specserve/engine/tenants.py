@@ -16,7 +16,7 @@ from secrets import token_hex
 from types import MappingProxyType
 from typing import Any
 
-from specserve.sources.controls import NO_TENANT, SALT_KEY, TENANT_KEY
+from specserve.sources.controls import NO_TENANT, REASONING_KEY, SALT_KEY, TENANT_KEY
 
 CURRENT_TENANT: ContextVar[str] = ContextVar("specserve_tenant", default=NO_TENANT)
 """Tenant of the HTTP call being answered."""
@@ -40,6 +40,7 @@ def stamp_requests(client: Any, *, with_tenants: bool) -> None:
 
     async def stamp_and_send(request: Any) -> None:
         stamp_controls(request, CURRENT_CONTROLS.get())
+        stamp_reasoning(request)
         if with_tenants:
             stamp(request, CURRENT_TENANT.get())
         await send(request)
@@ -59,6 +60,17 @@ def stamp_controls(request: Any, controls: Mapping[str, object]) -> None:
         controls = _BEAM_CONTROLS
     if controls:
         params.extra_args = {**(params.extra_args or {}), **controls}
+
+
+def stamp_reasoning(request: Any) -> None:
+    """Copies how to tell reasoning from the answer, of a request with a grammar.
+
+    vLLM gives it to the scheduler alone, but the source ``grammar`` follows the answer in rank 0.
+    """
+    params = request.sampling_params
+    given = request.reasoning_ended, request.reasoning_parser_kwargs
+    if given != (None, None) and params is not None and params.structured_outputs is not None:
+        params.extra_args = {**(params.extra_args or {}), REASONING_KEY: given}
 
 
 def stamp(request: Any, tenant: str) -> None:

@@ -22,7 +22,7 @@ from specserve.serve.generation.answers import error_response
 from specserve.serve.generation.routes import is_generation
 from specserve.serve.generation.schema import Grammar
 from specserve.serve.memory import is_memory
-from specserve.serve.middleware import openai_error
+from specserve.serve.middleware import body_timeout, openai_error, without_pauses
 from specserve.serve.prediction import (
     CountedAnswer,
     argument_texts,
@@ -74,8 +74,11 @@ class ControlsMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            body = await Request(scope, receive).body()
+            body = await Request(scope, without_pauses(receive)).body()
         except ClientDisconnect:
+            return
+        except TimeoutError:
+            await body_timeout()(scope, receive, send)
             return
         given = await _request(scope, body)
         try:

@@ -25,7 +25,7 @@ from specserve.core.errors import ConfigError, SnapshotError, StoreError
 from specserve.engine.cluster_memory import shared_trie
 from specserve.engine.tenant_memory import TenantMemory
 from specserve.engine.tenants import CURRENT_TENANT
-from specserve.serve.middleware import openai_error
+from specserve.serve.middleware import body_timeout, openai_error, without_pauses
 from specserve.serve.paths import path_of
 
 MAX_BODY_BYTES = 4 << 20
@@ -156,6 +156,8 @@ class MemoryApi:
             raise HTTPException(503, f"the draft memory: {error}") from None
         except ClientDisconnect:
             return Response(status_code=499)
+        except TimeoutError:
+            return body_timeout()
         return JSONResponse(
             {"object": "speculation.memory", "model": self._model} | content,
             headers={"Cache-Control": "no-store"},
@@ -163,7 +165,7 @@ class MemoryApi:
 
     async def _teach(self, request: Request, tenant: str, charge: _Charge) -> dict[str, Any]:
         body = bytearray()
-        async for piece in request.stream():
+        async for piece in Request(request.scope, without_pauses(request.receive)).stream():
             charge(len(piece))
             body += piece
             if len(body) > MAX_BODY_BYTES:
@@ -210,4 +212,10 @@ def _check_query(request: Request) -> None:
 
 
 async def _run_in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(pool, work)
+    """Runs work in a thread. A cancelled call ends only after it, so that it keeps its turn."""
+    job = pool.submit(work)
+    try:
+        return await asyncio.wrap_future(job)
+    finally:
+        if not job.done():
+            await asyncio.wait([asyncio.wrap_future(job)])

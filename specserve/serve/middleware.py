@@ -31,6 +31,24 @@ _DISCONNECT: Message = {"type": "http.disconnect"}
 _RENDER_S = 10.0
 """Time limit for rendering the metrics, in seconds."""
 _BUSY = (503, 429)
+BODY_PAUSE_S = 30.0
+"""Longest pause in seconds within a body. A call that is not read to its end takes one of the
+replica's places, and Serve has no limit of its own."""
+
+
+def without_pauses(receive: Receive) -> Receive:
+    """Receives a body's messages; raises ``TimeoutError`` after ``BODY_PAUSE_S`` without one."""
+
+    async def receive_soon() -> Message:
+        async with asyncio.timeout(BODY_PAUSE_S):
+            return await receive()
+
+    return receive_soon
+
+
+def body_timeout() -> Response:
+    """The answer to a call whose body stopped."""
+    return openai_error(f"No more of the body came within {BODY_PAUSE_S:g} s", 408)
 
 
 class RetryAfterMiddleware:

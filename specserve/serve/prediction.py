@@ -78,7 +78,8 @@ def _refuse_incompatible(body: Mapping[str, Any]) -> None:
     for prefix, parameters in places:
         if isinstance(parameters, dict):
             for name, reason in _INCOMPATIBLE.items():
-                if value := parameters.get(name):
+                value = parameters.get(name)
+                if value or (name == "thinking_token_budget" and value is not None):
                     nothing = f"nothing: it is not supported with 'prediction', since {reason}"
                     raise RequestError(prefix + name, value, nothing)
 

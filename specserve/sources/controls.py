@@ -28,6 +28,9 @@ TENANT_KEY = f"{SERVER_PREFIX}tenant"
 SALT_KEY = f"{SERVER_PREFIX}cache_salt"
 """Key by which the server passes the client's own ``cache_salt`` to the engine."""
 
+REASONING_KEY = f"{SERVER_PREFIX}reasoning"
+"""Key by which the server passes what the source ``grammar`` needs to know of the reasoning."""
+
 NO_TENANT = "-"
 """Tenant of a request without a tenant while API keys are configured. No configured tenant has this
 name. Nothing is learned from such a request, and it shares no text with others."""

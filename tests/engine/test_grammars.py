@@ -21,6 +21,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from specserve.engine.grammars import Grammars, RequestGrammar
+from specserve.sources.controls import REASONING_KEY
 from tests.integration.cluster import model_path
 
 SCHEMA = {"enum": ["Germany", "Greece"]}
@@ -197,16 +198,19 @@ def test_the_grammar_starts_at_the_end_of_the_reasoning(model: ModelConfig, toke
     class Reasoner:
         """A reasoning parser whose end token is in the small model's vocabulary."""
 
-        def __init__(self, *args: Any, **options: Any) -> None: ...
+        def __init__(self, *args: Any, thinking: bool = False, **options: Any) -> None:
+            self._thinks = thinking
 
         def is_reasoning_end(self, token_ids: Any) -> bool:
-            return int(end[0]) in list(token_ids)
+            return not self._thinks or int(end[0]) in list(token_ids)
 
         def is_reasoning_end_streaming(self, token_ids: Any, new: Any) -> bool:
             return int(end[0]) in list(new)
 
     grammars._manager.reasoner_cls = Reasoner
-    grammar = compiled(grammars.open("a", asked()))
+    thinking = asked()
+    thinking.sampling_params.extra_args = {REASONING_KEY: [None, {"thinking": True}]}
+    grammar = compiled(grammars.open("a", thinking))
     thought = tokens(tokenizer, "So it is Greece.")
     assert grammar.forced(thought) == ""
     answer = np.concatenate([thought, end, tokens(tokenizer, '"Gr')])

@@ -11,7 +11,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.logprobs import Logprob
-from vllm.sampling_params import BeamSearchParams
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -22,10 +22,12 @@ from specserve.engine.tenants import (
     CURRENT_TENANT,
     stamp,
     stamp_controls,
+    stamp_reasoning,
     stamp_requests,
 )
 from specserve.sources.controls import (
     NO_TENANT,
+    REASONING_KEY,
     SALT_KEY,
     TENANT_KEY,
     parse_controls,
@@ -93,6 +95,20 @@ def test_a_pooling_request_has_its_tenants_salt_too() -> None:
     made.sampling_params = None
     stamp(made, "a")
     assert made.cache_salt == stamped("a").cache_salt
+
+
+@pytest.mark.parametrize("wanted", [None, StructuredOutputsParams(regex="a")])
+def test_a_request_with_a_grammar_says_how_to_tell_its_reasoning(
+    wanted: StructuredOutputsParams | None,
+) -> None:
+    made = request()
+    made.sampling_params.structured_outputs = wanted
+    stamp_reasoning(made)
+    assert made.sampling_params.extra_args is None
+    made.reasoning_ended, made.reasoning_parser_kwargs = False, {"thinking": True}
+    stamp_reasoning(made)
+    given = {REASONING_KEY: (False, {"thinking": True})}
+    assert made.sampling_params.extra_args == (given if wanted else None)
 
 
 class Client:

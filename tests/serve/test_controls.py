@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
 from specserve.engine.tenants import CURRENT_CONTROLS
+from specserve.serve import middleware
 from specserve.serve.controls import ControlsMiddleware
 
 WIDE = ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
@@ -267,6 +268,25 @@ def test_the_handler_of_a_form_has_its_controls(
         "/v1/audio/transcriptions", data={"vllm_xargs": xargs}, files={"file": b""}
     )
     assert answer.json() == controls
+
+
+def test_a_body_that_stops_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "BODY_PAUSE_S", 0.01)
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return messages.pop() if messages else await asyncio.Future()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def fail(*_: object) -> None:
+        raise AssertionError("the body is incomplete")
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    asyncio.run(ControlsMiddleware(fail, [])(scope, receive, send))
+    assert sent[0]["status"] == 408
 
 
 def test_a_disconnect_within_the_body_is_no_error() -> None:

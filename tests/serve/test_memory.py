@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -283,6 +284,29 @@ def test_nothing_is_stored_from_an_incomplete_body(stores: Stores, clock: Clock)
     asyncio.run(run())
     assert sent[0]["status"] == 499
     assert stores.tokens() == {}
+
+
+def test_a_call_keeps_its_turn_until_its_texts_are_written(clock: Clock) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    class SlowStores(Stores):
+        def find(self, name: str) -> TrieStore:
+            has_begun.set()
+            may_end.wait(60)
+            return super().find(name)
+
+    async def run() -> int:
+        transport = httpx.ASGITransport(application(SlowStores(), clock))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=A) as http:
+            first = asyncio.create_task(http.post(PATH, content=lines({"text": "a"})))
+            await asyncio.to_thread(has_begun.wait, 60)
+            first.cancel()
+            second = await http.post(PATH, content=lines({"text": "b"}))
+            may_end.set()
+            await asyncio.wait([first])
+            return second.status_code
+
+    assert asyncio.run(run()) == 429
 
 
 def test_a_tenant_over_its_rate_gets_429_with_retry_after(

@@ -119,6 +119,7 @@ def test_a_prediction_in_a_form_is_accepted(client: TestClient) -> None:
         (content("a") | {"min_p": 0.1}, "min_p", "with 'prediction'"),
         (content("a") | {"logit_bias": {"5": 1}}, "logit_bias", "with 'prediction'"),
         (content("a") | {"thinking_token_budget": 9}, "thinking_token_budget", "'prediction'"),
+        (content("a") | {"thinking_token_budget": 0}, "thinking_token_budget", "'prediction'"),
         (
             {"sampling_params": {"extra_args": {"prediction": "a"}, "min_p": 0.1}},
             "sampling_params.min_p",
