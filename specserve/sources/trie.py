@@ -73,7 +73,7 @@ class TrieSource:
         self._shared = shared
         self._unsent = None if shared is None else UnsentTexts(shared, size)
         self._text_prefix, self._num_opened = token_hex(8), 0
-        self._tries: list[TokenTrie] = []
+        self._tries: list[TokenTrie | None] = []
         self._namespaces = [""] * size
         self._trie_of = np.full(size, _NO_TRIE, np.int64)  # index of self._tries, by slot
         self._sequences = np.full(size, NO_SEQUENCE, np.int64)
@@ -162,9 +162,10 @@ class TrieSource:
             (self._num_learned[slots] < firsts) & (self._trie_of[slots] != _NO_TRIE)
         )
         for row, slot in zip(behind.tolist(), slots[behind].tolist(), strict=True):
-            self._tries[self._trie_of[slot]].skip(int(self._sequences[slot]))
+            self._trie(self._trie_of[slot]).skip(int(self._sequences[slot]))
             self._num_learned[slot] = firsts[row]
-        for _ in range(1 + len(behind)):  # each call learns the rest of one such text
+        num_left = int(np.maximum(batch.num_tokens - self._num_learned[slots], 0).sum())
+        for _ in range(1 + num_left // LEARN_TOKENS_PER_STEP):
             self.propose(batch, np.zeros(len(slots), np.int32))
 
     def close(self, slots: Int64Array) -> None:
@@ -173,7 +174,7 @@ class TrieSource:
             self._not_in_first.discard(slot)
             if self._trie_of[slot] == _NO_TRIE:
                 continue
-            self._tries[self._trie_of[slot]].finish(int(self._sequences[slot]))
+            self._trie(self._trie_of[slot]).finish(int(self._sequences[slot]))
             self._memory.release(self._namespaces[slot])
             self._trie_of[slot], self._sequences[slot] = _NO_TRIE, NO_SEQUENCE
             if self._unsent is not None:
@@ -190,24 +191,30 @@ class TrieSource:
 
     def _rows_by_trie(self, slots: Int64Array) -> Iterator[tuple[TokenTrie, Int64Array]]:
         """The batch's rows, grouped by trie."""
-        if self._tries and not self._not_in_first:  # the usual case
+        if self._tries and self._tries[0] and not self._not_in_first:  # the usual case
             yield self._tries[0], self._rows[: len(slots)]
             return
         of = self._trie_of[slots]
         for index in np.unique(of[of != _NO_TRIE]).tolist():
-            yield self._tries[index], np.flatnonzero(of == index)
+            yield self._trie(index), np.flatnonzero(of == index)
+
+    def _trie(self, index: int) -> TokenTrie:
+        trie = self._tries[index]
+        assert trie is not None
+        return trie
 
     def _index_of(self, trie: TokenTrie) -> int:
-        """The trie's index in ``_tries``; a new one takes the index of an unused trie, if any."""
-        for index, known in enumerate(self._tries):
-            if known is trie:
-                return index
-        for index in range(len(self._tries)):
-            if not (self._trie_of == index).any():
-                self._tries[index] = trie
-                return index
-        self._tries.append(trie)
-        return len(self._tries) - 1
+        """The trie's index in ``_tries``. A new one takes a free index; unused ones are dropped,
+        because the memory may have replaced them."""
+        if trie in self._tries:
+            return self._tries.index(trie)
+        used = set(self._trie_of.tolist())
+        self._tries = [each if i in used else None for i, each in enumerate(self._tries)]
+        if None not in self._tries:
+            self._tries.append(None)
+        index = self._tries.index(None)
+        self._tries[index] = trie
+        return index
 
     def _why_none(self, of: str, controls: RequestControls) -> str:
         """Why a request has no trie; without tenant and adapter names, as all tenants see it."""

@@ -94,10 +94,12 @@ def allocate(num_pages: int) -> Arrays:
 
 
 def reset(arrays: Arrays) -> None:
-    """Empties the arrays, but keeps the clock, the eviction count and the generations."""
+    """Empties the arrays, but keeps the clock, the eviction count and the generations.
+
+    The table keeps its entries. They lead nowhere, since no page has tokens.
+    """
     num_pages = len(arrays.pages)
     counters = arrays.scalars[[CLOCK, NUM_EVICTED]]
-    arrays.table[:] = 0
     arrays.pages[:] = 0
     arrays.page_use[:] = 0
     arrays.slots[:, [HEAD, TAIL]] = -1

@@ -169,7 +169,8 @@ class TrieMemory:
         }
         if not unused:
             return None
-        del self._adapters[min(unused, key=unused.__getitem__)]
         # A new trie, because another thread may still write a record to the old one.
-        entry = self._adapters[namespace] = _Entry(TokenTrie(self._trie_bytes))
+        entry = _Entry(TokenTrie(self._trie_bytes))
+        del self._adapters[min(unused, key=unused.__getitem__)]
+        self._adapters[namespace] = entry
         return entry

@@ -9,6 +9,7 @@ below a context from the newest places of the context.
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array
 from specserve.trie import pages
 from specserve.trie.branch import Group
 from specserve.trie.layout import (
+    BUCKET,
     CLOCK,
     CUT,
     FROM_CLUSTER,
@@ -36,6 +38,9 @@ from specserve.trie.step import step
 
 MIN_PAGES = 16
 """Pages of the smallest trie; a smaller one would evict a text while it is being learned."""
+
+_CLEARED_ENTRIES = 2048 * BUCKET
+"""Entries of each level cleared at a time, about 0.1 ms: the longest wait of a step for a purge."""
 
 NO_SEQUENCE = -1
 """Sequence number that stands for none."""
@@ -213,9 +218,14 @@ class TokenTrie:
     def clear(self) -> None:
         """Forgets everything and closes all sequences."""
         with self._lock:
-            # Not if it is empty: a step waits while the arrays are written.
-            if self._arrays.scalars[NUM_FREE_SLOTS] < self.num_pages:
-                reset(self._arrays)
+            if self._arrays.scalars[NUM_FREE_SLOTS] == self.num_pages:  # it is empty
+                return
+            reset(self._arrays)
+        table = self._arrays.table
+        for begin in range(0, table.shape[1], _CLEARED_ENTRIES):
+            time.sleep(0)  # lets a waiting step take the lock first
+            with self._lock:
+                table[:, begin : begin + _CLEARED_ENTRIES] = 0
 
     def _open_slot(self, sequence: int) -> int:
         """Slot of the open sequence with this number; -1 if it is not open."""

@@ -36,7 +36,7 @@ class Tails(NamedTuple):
         starts: int64 ``[slots]``, position of the tail's first token in the text.
         lengths: int64 ``[slots]``, fewer than ``FULL_TOKENS``.
         num_prompt_tokens: int64 ``[slots]``, of the whole text.
-        since: float64 ``[slots]``, time of the tail's first token, in seconds since 1970.
+        since: float64 ``[slots]``, time of the tail's first token, by the monotonic clock.
     """
 
     tokens: Int32Array
@@ -53,17 +53,19 @@ class UnsentTexts:
 
     Args:
         num_slots: requests that may be open at a time.
-        wall_clock: seconds since 1970.
+        clock: monotonic seconds.
+        wall_clock: seconds since 1970, for the stamps.
     """
 
     def __init__(
         self,
         shared: SharedMemory,
         num_slots: int,
+        clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._shared = shared
-        self._wall_clock = wall_clock
+        self._clock, self._wall_clock = clock, wall_clock
         self._names = [("", "")] * num_slots
         self._is_shared = np.zeros(num_slots, np.bool_)
         self._full = np.zeros(num_slots, np.int64)
@@ -89,7 +91,7 @@ class UnsentTexts:
 
     def add(self, batch: BatchArrays, begins: Int64Array, ends: Int64Array) -> None:
         """Adds ``token_ids[i, begins[i]:ends[i]]`` of each shared row; publishes what is due."""
-        now = self._wall_clock()
+        now = self._clock()
         tails = self._tails
         num_full = self._collect(tails, self._is_shared, batch, begins, ends, now, self._full)
         slots, token_ids, _, _ = batch
@@ -116,7 +118,8 @@ class UnsentTexts:
         tails, (namespace, name) = self._tails, self._names[slot]
         start = int(tails.starts[slot])
         prompt = min(max(int(tails.num_prompt_tokens[slot]) - start, 0), len(tokens))
-        stamp = float(tails.since[slot]) if len(tokens) else self._wall_clock()
+        age_s = self._clock() - float(tails.since[slot]) if len(tokens) else 0.0
+        stamp = self._wall_clock() - age_s
         piece = TextPiece(namespace, name, start, tokens, prompt, final, stamp)
         self._shared.publish(piece)
         tails.starts[slot], tails.lengths[slot] = start + len(tokens), 0

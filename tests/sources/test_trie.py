@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from specserve.core.types import DraftBatch, Int32Array, RequestControls
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import NO_TENANT
 from specserve.sources.trie import LEARN_TOKENS_PER_STEP, SHOWN_S, TrieMisses, TrieSource
+from specserve.trie import memory
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import label, namespace
@@ -140,6 +143,34 @@ def test_of_a_long_text_that_ends_the_last_tokens_are_learned() -> None:
     assert ask(texts[0, begin - 9 : begin])[0].tokens == ()  # nothing follows across the gap
     ask.source.finish(DraftBatch(slots, texts, full, full - 10))
     assert trie.num_tokens - 3 * LEARN_TOKENS_PER_STEP < 100  # only what the three asked
+
+
+def test_all_tokens_of_several_texts_that_end_together_are_learned() -> None:
+    ask = build()
+    texts = np.random.default_rng(1).integers(0, 30_000, (8, 2000)).astype(np.int32)
+    names = [str(number) for number in range(len(texts))]
+    ask(*texts[:, :1], names=names)
+    full = np.full(len(texts), 2000, np.int32)
+    slots = np.array([ask.slots[name] for name in names])
+    ask.source.finish(DraftBatch(slots, texts, full, full - 10))
+    assert ask.source._memory.tries()[namespace("m")].num_tokens == texts.size
+
+
+def test_the_trie_of_a_replaced_adapter_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "KEPT_S", 0.0)
+    ask = Asker(TrieSource.build(CONFIG, SourceContext(model_identity="m", num_adapters=2)))
+    burst = [RequestControls(adapter=name) for name in ("a", "b")]
+    ask(TEXT[:9], TEXT[:9], names=["a", "b"], controls=tuple(burst))
+    tries = ask.source._memory.tries()
+    replaced = [ref(tries.pop(namespace("m", name))) for name in ("a", "b")]
+    del tries
+    ask.close("a", "b")
+    for name in ("c", "d"):
+        ask(TEXT[:9], names=[name], controls=(RequestControls(adapter=name),))
+        ask.close(name)
+    ask(TEXT[:9], names=["e"], controls=(RequestControls(adapter="e"),))
+    gc.collect()
+    assert [trie() for trie in replaced] == [None, None]
 
 
 def test_a_request_without_learn_gets_drafts_and_leaves_no_text() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -236,6 +237,26 @@ def test_a_cleared_trie_is_empty_and_learns_again(trie: TokenTrie) -> None:
     assert trie.num_tokens == 0
     learn(trie, text)
     assert draft(trie, text[50:60]) == text[60:68].tolist()
+
+
+def test_steps_run_while_a_trie_is_cleared(
+    trie: TokenTrie, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn(trie, old := noise(300))
+    found, new = [], noise(300, 1)
+
+    def step_between(_: float) -> None:
+        found.append(draft(trie, old[50:60]))
+        learn(trie, new)
+
+    monkeypatch.setattr(time, "sleep", step_between)
+    trie.clear()
+    monkeypatch.undo()
+    assert len(found) > 1
+    assert not any(found)
+    learn(trie, new)
+    assert draft(trie, new[50:60]) == new[60:68].tolist()
+    assert draft(trie, old[50:60]) == []
 
 
 def test_memory_never_grows_and_used_texts_stay() -> None:

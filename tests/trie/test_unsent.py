@@ -41,7 +41,10 @@ class Texts:
 
     def __init__(self) -> None:
         self.published, self.clock = Published(), Clock()
-        self.unsent = UnsentTexts(self.published, 4, self.clock)
+        self.wall_ahead_s = 0.0
+        self.unsent = UnsentTexts(
+            self.published, 4, self.clock, lambda: self.clock() + self.wall_ahead_s
+        )
         self.slots = np.array([3, 1])
         for name, slot in enumerate(self.slots.tolist()):
             self.unsent.open(slot, "tenant", str(name))
@@ -122,3 +125,10 @@ def test_a_failed_step_leaves_a_gap_without_text_of_other_requests(
     texts._ends = np.array([25, 0])  # learned, but never added
     texts.grow(30, 0)
     assert texts.sent(lambda: texts.unsent.close(3)) == [("0", 25, 5, 5, True, 100.0)]
+
+
+def test_pieces_are_sent_in_time_although_the_wall_clock_is_set_back(texts: Texts) -> None:
+    assert texts.grow(1, 1) == []
+    texts.wall_ahead_s = -60.0
+    texts.clock.now += MAX_DELAY_S + CHECK_S
+    assert sorted(piece[:3] for piece in texts.grow(2, 2)) == [("0", 0, 2), ("1", 0, 2)]
