@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.serve._private.constants import MAX_PER_REPLICA_RETRY_COUNT
 
 from specserve.app import BuildError, build
 
@@ -32,3 +33,11 @@ def test_the_replicas_know_a_keys_tenant_but_not_the_key(monkeypatch: pytest.Mon
     bound = pickle.dumps(application._bound_deployment.init_args)
     assert b"team-a" in bound
     assert b"sk-secret" not in bound
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_each_replica_may_fail_to_start_once(num_replicas: int) -> None:
+    given = {"model": {"path": str(MODEL)}, "placement": {"num_replicas": num_replicas}}
+    config = build(given)._bound_deployment._deployment_config
+    assert config.max_constructor_retry_count == 2 * num_replicas
+    assert config.max_constructor_retry_count < MAX_PER_REPLICA_RETRY_COUNT * num_replicas

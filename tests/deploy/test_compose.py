@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import signal
+import socket
 import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from ray.serve.schema import ApplicationStatus
 
+from tests.integration.cluster import eventually
 from tests.k8s.manifests import ROOT
 
 FOLDER = ROOT / "deploy"
+TOKEN = "a token"
 FILES = {path.name: path.read_text() for path in sorted(FOLDER.glob("compose.*.yaml"))}
 NODES = ("compose.head.yaml", "compose.worker.yaml")
 
@@ -85,8 +94,8 @@ def compose(
     if shutil.which("docker-compose") is None:
         pytest.skip("docker-compose is not installed")
     file = folder / name
-    # Debian's docker-compose is older than the key for a project's name.
-    file.write_text(re.sub(r"^name: .*\n", "", FILES[name], flags=re.M))
+    # Debian's docker-compose is older than these keys.
+    file.write_text(re.sub(r"^(name: | +bind: ).*\n", "", FILES[name], flags=re.M))
     return subprocess.run(
         ["docker-compose", "--project-directory", str(FOLDER), "-f", str(file), "config"],
         env={"PATH": "/usr/bin:/bin", **environment},
@@ -102,7 +111,8 @@ def test_mounted_files_exist(name: str) -> None:
     volumes = yaml.safe_load(FILES[name]).get("volumes", {})
     for service in services(name).values():
         for volume in service.get("volumes", []):
-            source = re.sub(r"\$\{.*?\}", "/set", volume).split(":")[0]
+            mounted = volume["source"] if isinstance(volume, dict) else volume
+            source = re.sub(r"\$\{.*?\}", "/set", mounted).split(":")[0]
             assert source == "/set" or source in volumes or (FOLDER / source).exists(), volume
 
 
@@ -115,22 +125,42 @@ def test_each_service_restarts_and_has_no_extra_rights(name: str) -> None:
         assert "privileged" not in service
 
 
-@pytest.mark.parametrize(("name", "service"), zip(NODES, ("head", "worker"), strict=True))
-def test_a_node_is_a_container_that_runs_its_script_with_the_token(name: str, service: str) -> None:
+@pytest.mark.parametrize(("name", "script"), zip(NODES, ("serve.sh", "worker.sh"), strict=True))
+def test_a_node_is_a_container_that_runs_its_script_with_the_token(name: str, script: str) -> None:
     (node,) = services(name).values()
-    assert f"deploy/{service}.sh" in " ".join(node["command"])
-    assert (FOLDER / f"{service}.sh").stat().st_mode & 0o111
+    assert node["command"][0] == f"deploy/{script}"
+    assert (FOLDER / script).stat().st_mode & 0o111
     assert node["environment"]["RAY_AUTH_TOKEN"] == "${RAY_AUTH_TOKEN:?the token of the cluster}"
     assert node["network_mode"] == "host"
     assert {"shm_size", "healthcheck"} <= set(node)
 
 
+def test_the_head_serves_a_file_of_the_machine() -> None:
+    (head,) = services("compose.head.yaml").values()
+    (mounted,) = (each for each in head["volumes"] if isinstance(each, dict))
+    assert mounted["source"].startswith("${SPECSERVE_CONFIG:?")
+    assert mounted["target"] in head["command"]
+    # A wrong path is an error. Otherwise Docker would make an empty folder of that name.
+    assert mounted["read_only"]
+    assert not mounted["bind"]["create_host_path"]
+
+
+def test_the_files_in_the_image_include_those_that_the_head_runs() -> None:
+    (head,) = services("compose.head.yaml").values()
+    kept = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
+    ran = [each for each in (*head["command"], *head["healthcheck"]["test"]) if "deploy/" in each]
+    assert len(ran) == 2
+    assert {f"!{each}" for each in (*ran, "deploy/head.sh")} <= set(kept)
+
+
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
-    """The programs of the head's container. Each one only records its call."""
-    for name in ("deploy/head.sh", "bin/ray", "bin/serve"):
+    """The programs of the head's container. Most of them only record their call."""
+    for name in ("deploy/head.sh", "bin/ray", "bin/serve", "bin/specserve"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         record(tmp_path / name)
+    record(tmp_path / "deploy/head.sh", "exec sleep 60")
+    shutil.copy(FOLDER / "serve.sh", tmp_path / "deploy")
     (tmp_path / "deploy/node.env").write_text("GCS_PORT=7\n")
     return tmp_path
 
@@ -141,37 +171,118 @@ def record(program: Path, then: str = "") -> None:
     program.chmod(0o755)
 
 
-def run_head(image: Path) -> tuple[int, list[str]]:
-    """The exit code of the head's command, and what it called."""
-    (head,) = services("compose.head.yaml").values()
-    environment = {"HEAD_ADDRESS": "a", "NODE_RESOURCES": "{}", "SPECSERVE_CONFIG": "c.yaml"}
-    done = subprocess.run(
-        [part.replace("$$", "$") for part in head["command"]],
+def notes(image: Path) -> list[str]:
+    """What was called, in order."""
+    file = image / "notes"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def start_head(image: Path) -> subprocess.Popen[bytes]:
+    """The head's command, in its container."""
+    return subprocess.Popen(
+        ["deploy/serve.sh", "a", "c.yaml", "--resources={}"],
         cwd=image,
-        env={"PATH": f"{image}/bin:/usr/bin:/bin", **environment},
-        timeout=60,
-        check=False,
+        env={"PATH": f"{image}/bin:/usr/bin:/bin"},
     )
-    return done.returncode, (image / "notes").read_text().splitlines()
 
 
 def test_the_head_serves_once_ray_answers(image: Path) -> None:
-    record(image / "deploy/head.sh", "exec sleep 5")
     record(image / "bin/ray", f"[ $(grep -c ^ray {image}/notes) = 2 ]")  # fails once
-    code, notes = run_head(image)
-    assert code == 0
-    assert sorted(notes[:-1]) == [
+    assert start_head(image).wait(60) == 0
+    *before, served, _ = notes(image)
+    assert sorted(before) == [
         "head.sh a --resources={}",
         *2 * ["ray health-check --address a:7"],
     ]
-    assert notes[-1] == "serve run --address a:7 c.yaml"
+    assert served == "serve run --address a:7 c.yaml"
 
 
 def test_a_head_that_ends_before_it_answers_ends_the_container(image: Path) -> None:
+    record(image / "deploy/head.sh")
     record(image / "bin/ray", "exit 1")
-    code, notes = run_head(image)
-    assert code != 0
-    assert not any(each.startswith("serve") for each in notes)
+    assert start_head(image).wait(60) != 0
+    assert not any(each.startswith("serve") for each in notes(image))
+
+
+def test_an_application_that_ends_ends_the_container(image: Path) -> None:
+    record(image / "bin/serve", "exit 3")
+    record(image / "bin/specserve", "exit 2")  # there is no draft memory
+    assert start_head(image).wait(60) == 3
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_ends_the_application_then_writes_the_snapshot_then_ends_the_node(
+    image: Path, how: signal.Signals
+) -> None:
+    noted = f"echo {{}} >> {image}/notes"
+    for name, ends_by in (("bin/serve", "INT"), ("deploy/head.sh", "TERM")):
+        program = image / name
+        ended = noted.format(f"{program.name} ended")
+        # Like `serve run` and `ray start`, it takes a while to end.
+        record(program, f"trap 'sleep 0.3; {ended}; exit' {ends_by}\nwhile :; do sleep 0.1; done")
+    head = start_head(image)
+    eventually(lambda: "serve run --address a:7 c.yaml" in notes(image), "it serves", 60)
+    head.send_signal(how)
+    assert head.wait(60) == 0
+    assert notes(image)[-3:] == [
+        "serve ended",
+        "specserve trie snapshot --address a:7",
+        "head.sh ended",
+    ]
+
+
+class Dashboard(BaseHTTPRequestHandler):
+    """Ray's dashboard with one application of the status ``status``."""
+
+    status = ""
+
+    def do_GET(self) -> None:
+        right = self.headers["Authorization"] == f"Bearer {TOKEN}"
+        self.send_response(200 if right and self.path == "/api/serve/applications/" else 403)
+        self.end_headers()
+        applications = {"app": {"status": self.status, "message": "why"}} if self.status else {}
+        self.wfile.write(json.dumps({"applications": applications}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def health(address: str) -> subprocess.CompletedProcess[str]:
+    (head,) = services("compose.head.yaml").values()
+    _, python, script = head["healthcheck"]["test"]
+    assert python == "python"
+    return subprocess.run(
+        [sys.executable, script],
+        cwd=ROOT,
+        env={"RAY_AUTH_TOKEN": TOKEN, "RAY_DASHBOARD_ADDRESS": address},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [("", 0), ("DEPLOYING", 0), ("RUNNING", 0), ("UNHEALTHY", 0), ("DEPLOY_FAILED", 1)],
+)
+def test_a_head_is_unhealthy_once_serve_has_given_up(status: str, code: int) -> None:
+    assert status in {"", *ApplicationStatus}
+    handler = type("Answering", (Dashboard,), {"status": status})
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        done = health(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+        thread.join()
+    assert done.returncode == code, done.stderr
+    assert done.stderr == ("app: DEPLOY_FAILED: why\n" if code else "")
+
+
+def test_a_head_that_does_not_answer_is_unhealthy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    assert health(f"http://127.0.0.1:{port}").returncode != 0
 
 
 def test_prometheus_finds_the_nodes_and_grafana_finds_prometheus() -> None:

@@ -157,11 +157,12 @@ def host() -> Iterator[Host]:
 def compose_head(variables: Mapping[str, str]) -> tuple[list[str], dict[str, str], str]:
     """Command, environment and stop signal of the head, with the variables replaced."""
     head = yaml.safe_load((ROOT / "deploy/compose.head.yaml").read_text())["services"]["head"]
-    environment = {
-        name: re.sub(r"\$\{(\w+):\?[^}]*\}", lambda found: variables[found[1]], value)
-        for name, value in head["environment"].items()
-    }
-    return [part.replace("$$", "$") for part in head["command"]], environment, head["stop_signal"]
+
+    def replaced(text: str) -> str:
+        return re.sub(r"\$\{(\w+):\?[^}]*\}", lambda found: variables[found[1]], text)
+
+    environment = {name: replaced(value) for name, value in head["environment"].items()}
+    return [replaced(part) for part in head["command"]], environment, head["stop_signal"]
 
 
 def processes(mark: str, title: str = "") -> list[psutil.Process]:
@@ -189,14 +190,13 @@ def test_the_compose_files_head_serves_as_its_user_streams_and_stops(
             "RAY_AUTH_TOKEN": TOKEN,
             "HEAD_ADDRESS": host.address,
             "NODE_RESOURCES": "{}",
-            "SPECSERVE_CONFIG": "demo.yaml",
         }
     )
     environment |= {MARK: str(tmp_path), "HOME": "/home/specserve"}
     variables = [f"{name}={value}" for name, value in environment.items()]
     most = min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1])  # the compose files have 65536
     container = images.do("from", "--ulimit", f"nofile={most}:{most}", "--pull-never", IMAGE)
-    options = ["--isolation", "chroot", "--network", "host", "-v", f"{config}:/app/demo.yaml:ro"]
+    options = ["--isolation", "chroot", "--network", "host", "-v", f"{config}:/app/serve.yaml:ro"]
     run = ["run", *options, container, "--", "env", *variables, *command]
     log = tmp_path / "log"
     with log.open("wb") as output:

@@ -20,7 +20,7 @@ SCHEMAS = Path(os.environ.get("SPECSERVE_KUBERAY_SCHEMAS", ROOT / "../shared/kub
 
 @cache
 def rendered(overlay: str) -> list[dict[str, Any]]:
-    """All documents of an overlay."""
+    """All documents of an overlay, or of another folder relative to ``k8s/overlays``."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
     command = ["kubectl", "kustomize", str(ROOT / "k8s/overlays" / overlay)]
@@ -53,9 +53,9 @@ def pods(overlay: str) -> list[dict[str, Any]]:
 
 
 @cache
-def ray_service_validator() -> Any:
-    """A validator for KubeRay's RayService v1 in which an unknown key is an error."""
-    path = SCHEMAS / "ray.io_rayservices.yaml"
+def kuberay_validator(kinds: str = "rayservices") -> Any:
+    """A validator for one of KubeRay's kinds, v1, in which an unknown key is an error."""
+    path = SCHEMAS / f"ray.io_{kinds}.yaml"
     if not path.exists():
         pytest.skip(
             f"no KubeRay schemas in {SCHEMAS}; SPECSERVE_KUBERAY_SCHEMAS names their folder"

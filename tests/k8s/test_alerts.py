@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.serve._private import application_state
+from ray.serve.schema import ApplicationStatus
 
 from specserve.core.metric_specs import ALL
 from tests.k8s.manifests import ROOT
@@ -21,6 +23,7 @@ ALERTS = {rule["alert"]: rule for rule in ALL_RULES if "alert" in rule}
 RECORDED = {rule["record"]: rule["expr"] for rule in ALL_RULES if "record" in rule}
 LABELS = {f"ray_{spec.name}": {"model", *spec.labels} for spec in ALL}
 VLLM_LABELS = {"ray_vllm_admission_rejections_total": {"model_name", "reason"}}
+SERVE_LABELS = {"ray_serve_application_status": {"application"}}
 
 every_alert = pytest.mark.parametrize("alert", ALERTS)
 
@@ -37,6 +40,7 @@ def metrics(alert: str) -> list[str]:
 
 def test_there_is_an_alert_for_each_failure() -> None:
     assert set(ALERTS) == {
+        "SpecserveNotRunning",
         "SpecserveAcceptanceCollapsed",
         "SpecserveDrafterDown",
         "SpecserveReplicationLag",
@@ -55,7 +59,7 @@ def test_an_alert_has_all_fields(alert: str) -> None:
 
 @every_alert
 def test_an_alert_uses_existing_metrics_and_labels(alert: str) -> None:
-    known = LABELS | VLLM_LABELS
+    known = LABELS | VLLM_LABELS | SERVE_LABELS
     names = metrics(alert)
     assert names
     assert set(names) <= set(known)
@@ -80,6 +84,23 @@ def test_vllm_counts_rejections_by_model_and_reason() -> None:
     declared = re.search(r'"vllm:admission_rejections",.*?labelnames=\[(.*?)\]', loggers, re.DOTALL)
     assert declared is not None
     assert declared[1] == '"model_name", "reason"'
+
+
+def test_serve_reports_6_for_a_running_application_and_less_for_any_other() -> None:
+    state = Path(application_state.__file__).read_text()
+    declared = re.search(r'Gauge\(\s*"serve_application_status",.*?tag_keys=\((.*?)\)', state, re.S)
+    assert declared is not None
+    assert declared[1] == '"application",'
+    below = re.search(r"< (\d+)$", ALERTS["SpecserveNotRunning"]["expr"])
+    assert below is not None
+    found = {status for status in ApplicationStatus if status.to_numeric() >= int(below[1])}
+    assert found == {ApplicationStatus.RUNNING}
+
+
+def test_the_page_lists_each_alert() -> None:
+    page = (ROOT / "docs/operations/monitoring.md").read_text()
+    (listed,) = re.findall(r"^It evaluates the alerts.*?\n\n(.*?)\n\n", page, re.M | re.S)
+    assert re.findall(r"^\| `(\w+)`", listed, re.M) == list(ALERTS)
 
 
 def test_the_operators_rules_are_the_same() -> None:
