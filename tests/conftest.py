@@ -6,10 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from numba.core import types
 
 from specserve.core import compile as compiling
 from tests.tiers import tier
+
+# On a busy machine an example may take any time.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
-from aiohttp import web
+from aiohttp import ClientTimeout, web
 from vllm import SamplingParams
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
@@ -25,7 +26,7 @@ async def serving(answer: Handler) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_post("/v1/completions", answer)
     app.router.add_get("/v1/models", answer)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -66,17 +67,25 @@ def streaming(*chunks: bytes, pause_s: float = 0.0) -> Handler:
 def test_the_timeout_is_for_each_chunk_and_not_for_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "TIMEOUT_S", 0.5)
+    made: list[aiohttp.ClientTimeout] = []
+
+    def note(**limits: float) -> aiohttp.ClientTimeout:
+        made.append(ClientTimeout(**limits))
+        return made[-1]
+
+    monkeypatch.setattr(aiohttp, "ClientTimeout", note)
     chunks = [*(chunk(n) for n in range(4)), chunk(finish_reason="length")]
-    (only,) = run(streaming(*chunks, pause_s=0.2)).completions
+    (only,) = run(streaming(*chunks)).completions
     assert only.token_ids == (0, 1, 2, 3)
     assert (only.text, only.finish_reason) == (" t t t t", "length")
+    (timeout,) = made
+    assert (timeout.sock_read, timeout.total) == (server.TIMEOUT_S, None)
 
 
 def test_a_stream_that_stalls_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "TIMEOUT_S", 0.2)
     with pytest.raises(SpecServeError, match=r"^request 1 failed: "):
-        run(streaming(chunk(1), pause_s=1.0))
+        run(streaming(chunk(1), pause_s=30.0))  # until the client leaves
 
 
 def test_an_answer_has_the_counts_of_its_sources() -> None:

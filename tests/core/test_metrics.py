@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.core.metric_specs import (
@@ -74,7 +74,6 @@ def test_positions_count_from_one_and_show_zero_if_never_accepted() -> None:
     }
 
 
-@settings(deadline=None)
 @given(DRAFTS)
 def test_positions_add_up_to_the_tokens(drafts: list[tuple[int, int]]) -> None:
     for entry in counted(drafts).snapshot().acceptance:

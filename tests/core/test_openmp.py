@@ -11,15 +11,19 @@ import pytest
 from specserve.core.openmp import openmp_environment
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-PROGRAM = """
-import torch
+PROGRAM = r"""
+import re, torch
 held = torch.ones(64 << 20, dtype=torch.uint8)
-print(open("/proc/self/smaps_rollup").read())
+entry = re.compile(r"^(\w+)-(\w+) .*?^THPeligible: +(\d)", re.MULTILINE | re.DOTALL)
+for start, end, eligible in entry.findall(open("/proc/self/smaps").read()):
+    if int(start, 16) <= held.data_ptr() < int(end, 16):
+        print(eligible)
 """
+"""Prints 1 if Linux may place a tensor in huge pages. Whether it does depends on free memory."""
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_large_tensors_are_in_huge_pages_unless_the_user_switches_them_off(
+def test_large_tensors_may_be_in_huge_pages_unless_the_user_switches_them_off(
     is_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_on:
@@ -31,8 +35,6 @@ def test_large_tensors_are_in_huge_pages_unless_the_user_switches_them_off(
         text=True,
         check=True,
     )
-    match = re.search(r"AnonHugePages:\s+(\d+) kB", done.stdout)
-    assert match is not None
     (policy,) = re.findall(r"\[(\w+)\]", HUGE_PAGES.read_text())
-    has_huge_pages = int(match[1]) >= 32 << 10
-    assert has_huge_pages == {"always": True, "madvise": is_on, "never": False}[policy]
+    may_be = {"always": True, "madvise": is_on, "never": False}[policy]
+    assert done.stdout.split() == [str(int(may_be))]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from specserve.core.source_config import TrieConfig
-from specserve.engine.cluster_memory import LAST_SEND_S, ClusterMemory
+from specserve.engine import cluster_memory
+from specserve.engine.cluster_memory import ClusterMemory
 from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import shard_of
 from specserve.trie.records import ExchangeReply, ExchangeRequest, TextPiece
@@ -63,8 +64,12 @@ def memory(clients: list[Client]) -> ClusterMemory:
 
 
 def test_a_closing_replica_sends_what_it_learned_last(
-    memory: ClusterMemory, clients: list[Client], caplog: pytest.LogCaptureFixture
+    memory: ClusterMemory,
+    clients: list[Client],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cluster_memory, "LAST_SEND_S", 60.0)
     for namespace in NAMESPACES:
         memory.publish(TextPiece(namespace, "a text", 0, TEXT))
     memory.close()
@@ -73,13 +78,17 @@ def test_a_closing_replica_sends_what_it_learned_last(
 
 
 def test_a_store_that_hangs_delays_the_close_briefly_and_no_other_store(
-    memory: ClusterMemory, clients: list[Client], caplog: pytest.LogCaptureFixture
+    memory: ClusterMemory,
+    clients: list[Client],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cluster_memory, "LAST_SEND_S", 5.0)  # enough for the other store
     clients[0].open.clear()
     for namespace in NAMESPACES:
         memory.publish(TextPiece(namespace, "a text", 0, TEXT))
     began = time.monotonic()
     memory.close()
-    assert time.monotonic() - began < LAST_SEND_S + 1
+    assert time.monotonic() - began < 15.0
     assert [client.num_tokens() for client in clients] == [0, len(TEXT)]
     assert "did not take all that this replica learned last" in caplog.text

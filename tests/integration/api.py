@@ -122,6 +122,21 @@ def fresh(
         time.sleep(0.05)
 
 
+def page_data(
+    http: httpx.Client, headers: Mapping[str, str] | None = None, **query: int
+) -> dict[str, Any]:
+    """The data of the page ``/speculation``. While no engine answers in time, it is asked again."""
+    asked_at = time.monotonic()
+    while True:
+        response = http.get("/speculation/data", params=query, headers=headers)
+        if response.status_code == 200:
+            data: dict[str, Any] = response.json()
+            return data
+        assert response.status_code == 503, response.text
+        assert time.monotonic() - asked_at < TIMEOUT_S, "the engine does not answer"
+        time.sleep(0.2)
+
+
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     """The events of a stream up to its end mark. Raises for a stream without one."""
     for line in response.iter_lines():

@@ -113,10 +113,16 @@ def browsing() -> Iterator[Page]:
                 "Chromium listens",
                 60,
             )
-            tabs = httpx.get(f"http://127.0.0.1:{port}/json/list").json()
-            (tab,) = (each for each in tabs if each["type"] == "page")
+
+            def find_tab() -> dict[str, Any] | None:
+                tabs = httpx.get(f"http://127.0.0.1:{port}/json/list", timeout=60).json()
+                return next((each for each in tabs if each["type"] == "page"), None)
+
+            tab = eventually(find_tab, "a tab", 60)
             # Messages are read only during a call, so a pong would come too late.
-            with connect(tab["webSocketDebuggerUrl"], max_size=None, ping_interval=None) as socket:
+            with connect(
+                tab["webSocketDebuggerUrl"], max_size=None, ping_interval=None, open_timeout=60
+            ) as socket:
                 yield Page(socket)
         finally:
             process.terminate()

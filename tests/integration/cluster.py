@@ -243,7 +243,12 @@ class Cluster:
         if not application:
             return found
         replicas = {process.pid for process in self.replicas(application)}
-        return [process for process in found if process.ppid() in replicas]
+        children = []
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                if process.ppid() in replicas:
+                    children.append(process)
+        return children
 
     def shards(self) -> list[psutil.Process]:
         """Processes of the shard actors."""

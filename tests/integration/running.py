@@ -60,6 +60,8 @@ def num_answers_finished_after_a_disconnect(
 ) -> float:
     """Requests long answers, disconnects once they are being decoded, and waits for their end.
 
+    There are several requests, so that no answer is complete before the disconnect.
+
     Args:
         api: a client of the application.
         app: its deployment.
@@ -73,15 +75,18 @@ def num_answers_finished_after_a_disconnect(
 
     async def disconnect() -> None:
         async with httpx.AsyncClient(base_url=api.base_url, timeout=TIMEOUT_S) as client:
-            request = asyncio.create_task(client.post(path, json={"model": MODEL, **body}))
+            asked = {"model": MODEL, **body}
+            requests = [
+                asyncio.create_task(client.post(path, json=asked)) for _ in range(MAX_NUM_SEQS)
+            ]
             await asyncio.to_thread(
                 app.eventually,
                 lambda: num_running(api) > 0,
                 "it is generating",
                 60,
             )
-            assert request.cancel(), "the answer came before the disconnect"
-            await asyncio.wait([request])
+            assert all(each.cancel() for each in requests), "an answer came before the disconnect"
+            await asyncio.wait(requests)
 
     asyncio.run(disconnect())
     app.eventually(lambda: num_running(api) == 0, "nothing is running", 60)

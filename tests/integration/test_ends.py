@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -32,7 +32,8 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-GONE_S = 15.0
+GONE_S = 45.0
+"""Less than the minute for which some of Ray's processes outlive an end that nothing hastens."""
 READY_S = 180.0
 
 
@@ -82,7 +83,11 @@ class Run:
 
     def named(self, name: str) -> psutil.Process:
         """A process that it started, by the beginning of its program's name."""
-        return next(each for each in self.started if each.name().startswith(name))
+        for each in self.started:
+            with suppress(psutil.NoSuchProcess):
+                if each.name().startswith(name):
+                    return each
+        raise AssertionError(f"no process {name}: {self._log.read_text()}")
 
     def left(self) -> list[psutil.Process]:
         self.process.poll()

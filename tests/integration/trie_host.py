@@ -22,6 +22,8 @@ from tests.integration.host_process import HostProcess, answer, connect
 
 VOCAB_SIZE = 5000
 STEP_TOKENS, STEP_S = 8, 0.01
+STOP_S = 30.0
+"""Time limit for a link's last call."""
 
 LINK_ATTRIBUTES = (
     "up",
@@ -142,7 +144,7 @@ class Links:
 
     def stop(self, name: str) -> bool:
         self._links[name].end()
-        return self._links.pop(name).link.stop()
+        return self._links.pop(name).link.stop(STOP_S)
 
     def send(self, name: str, records: list[dict[str, Any]]) -> None:
         """Sends records directly to the store, without the link's own checks."""

@@ -12,9 +12,10 @@ from fastapi.testclient import TestClient
 from specserve.core.config import parse
 from specserve.core.metrics import SpeculationMetrics, SpeculationSnapshot
 from specserve.serve import speculation
-from specserve.serve.shared import AS_OF
+from specserve.serve.shared import AS_OF, FRESH_S
 from specserve.serve.speculation import SpeculationMonitor
 from tests.counts import count_draft
+from tests.integration.cluster import eventually
 
 
 class Rank0:
@@ -45,7 +46,6 @@ def rank0() -> Rank0:
 def client(rank0: Rank0, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     registry = prometheus_client.CollectorRegistry()
     monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
-    monkeypatch.setattr(speculation, "SNAPSHOT_TIMEOUT_S", 0.05)
     config = parse({"model": {"path": "m"}, "speculation": [{"kind": "ngram"}]})
     app = FastAPI()
     app.include_router(SpeculationMonitor(config, rank0).router())
@@ -77,25 +77,33 @@ def test_the_reason_for_a_missing_drafter_is_reported(client: TestClient, rank0:
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_the_last_counts_are_reported_if_the_engine_does_not_answer(
-    client: TestClient, rank0: Rank0, hangs: bool
+    client: TestClient, rank0: Rank0, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     count_draft(rank0.metrics, "ngram", 3, 2)
     before = client.get("/v1/speculation").json()
     rank0.hangs, rank0.error = hangs, RuntimeError("the engine has died")
-    assert client.get("/v1/speculation").json() == before
+    monkeypatch.setattr(speculation, "SNAPSHOT_TIMEOUT_S", 0.05)
+
+    def has_failed() -> bool:
+        assert client.get("/v1/speculation").json() == before
+        return rank0.num_asked > 1  # not before the first answer is a second old
+
+    eventually(has_failed, "another question to the engine", 30)
 
 
 def test_calls_within_a_second_share_one_answer_of_the_engine(
     client: TestClient, rank0: Rank0
 ) -> None:
+    began = time.monotonic()
     answers = [client.get("/v1/speculation") for _ in range(20)]
     assert {answer.content for answer in answers} == {answers[0].content}
-    assert rank0.num_asked == 1
+    assert 1 <= rank0.num_asked <= 1 + int((time.monotonic() - began) / FRESH_S)
 
 
 def test_an_answer_has_the_time_of_its_counts(client: TestClient) -> None:
     before = time.time()
     answer = client.get("/v1/speculation")
     assert before <= float(answer.headers[AS_OF]) <= time.time()
-    assert client.get("/v1/speculation").headers[AS_OF] == answer.headers[AS_OF]
+    again = client.get("/v1/speculation").headers[AS_OF]
+    assert again == answer.headers[AS_OF] or float(again) >= before + FRESH_S
     assert answer.headers["Cache-Control"] == "max-age=1"

@@ -79,18 +79,18 @@ def test_a_silent_drafter_is_reported_before_find_returns(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health_monitor, "SILENT_S", 0.3)
-    drafter, may_find = FakeDrafter(), threading.Event()
+    drafter, is_closed, may_find = FakeDrafter(), threading.Event(), threading.Event()
     drafter.card = replace(drafter.card, vocab_size=500)
     server = DrafterServer(drafter)
-    urls = iter([server.address])
 
-    def find() -> str | None:
-        if (url := next(urls, None)) is None:
+    def find() -> str:
+        if is_closed.is_set():
             may_find.wait(2 * WAIT_S)
-        return url
+        return server.address
 
     reports = watch(find)
     assert next(up for up, _ in reports if up)
+    is_closed.set()
     server.close()
     assert not next(up for up, _ in reports if not up)
     may_find.set()

@@ -176,7 +176,7 @@ def test_an_empty_batch_gets_no_drafts() -> None:
     assert Lookup(config()).propose({}) == []
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     texts=st.lists(st.lists(st.integers(0, 3), max_size=60), min_size=1, max_size=4),
     sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted),

@@ -170,7 +170,7 @@ def test_an_empty_batch_gets_no_drafts(asked: Asked) -> None:
     assert len(asked.source.propose(draft_batch({}), np.zeros(0, np.int32)).lengths) == 0
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(2, 8))
 def test_every_draft_is_a_part_of_the_prediction(seed: int, alphabet: int) -> None:
     rng = random.Random(seed)

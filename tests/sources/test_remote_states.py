@@ -150,6 +150,7 @@ def test_states_too_large_for_one_request_are_sent_text_by_text(
     made.until_up()
     target = Target(made)
     monkeypatch.setattr(remote, "MAX_STATE_BYTES", 3 * length * HIDDEN_SIZE)
+    monkeypatch.setattr(remote, "LOST_S", 1000.0)  # a late answer is not given up
     drafter.may_go.clear()
     for name in "ab":
         open_text(made, target, name, length)

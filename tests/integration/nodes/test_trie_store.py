@@ -203,6 +203,7 @@ def test_text_of_stopped_replicas_is_restored_from_the_snapshot(
     reader.reads({"a": 500})
     if how == signal.SIGKILL:  # SIGKILL leaves no time for a last snapshot
         assert memory.ask("snapshot_now") > 0
+    writer.awaits(lambda link: link["up"] and link["unsent_s"] == 0)
     for replica in (writer, reader):
         assert replica("stop")
     memory.kill(how)

@@ -18,7 +18,7 @@ from specserve.core.config import AppConfig
 if TYPE_CHECKING:
     from specserve.engine.offline import OfflineEngine
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 Logprobs = tuple[dict[int, float], ...]
 
 

@@ -12,6 +12,8 @@ from tests.peers.bench_agreement import measure
 from tests.peers.bench_drafters import blurred_copy, draft_model_contenders, mtp_contenders
 from tests.peers.bench_engine import Contender
 
+pytestmark = pytest.mark.timeout(900)
+
 NUM_TOKENS = 2
 
 

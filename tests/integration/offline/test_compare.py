@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import yaml
+
+pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).parents[3]
 COMPARE = ROOT / "configs/compare.yaml"

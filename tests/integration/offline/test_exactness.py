@@ -15,6 +15,8 @@ from tests.integration.cluster import model_path
 from tests.integration.offline.conftest import running_engine
 from tests.peers.schemas import SCHEMAS
 
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="module")
 def jobs(config: AppConfig) -> list[Job]:
@@ -114,9 +116,9 @@ def test_output_is_the_same_with_experts_and_drafter_processes(
     monkeypatch.setenv("VLLM_MLA_DISABLE", f"{int(not is_latent)}")
     model = config.model.model_copy(update={"path": str(model_path("demo-base"))})
     draft_model = DraftModelConfig(
-        kind="draft_model", model=str(model_path("demo-draft")), dynamic=False
+        kind="draft_model", model=str(model_path("demo-draft")), dynamic=False, timeout_s=10.0
     )
-    mtp = MtpConfig(kind="mtp", max_draft_len=3, dynamic=False)
+    mtp = MtpConfig(kind="mtp", max_draft_len=3, dynamic=False, timeout_s=10.0)
     speculation = (*config.speculation, mtp, draft_model)
     options = config.engine.model_copy(update={"enforce_eager": is_latent})
     base = config.model_copy(update={"model": model, "speculation": speculation, "engine": options})

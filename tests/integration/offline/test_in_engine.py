@@ -1,11 +1,15 @@
 """vLLM's draft model inside the engine, with requests that ask for different log-probabilities."""
 
+import pytest
+
 from specserve.compare.engine_process import EngineProcess
 from specserve.core.config import AppConfig, parse
 from specserve.engine.generation import Job, Sampling
 from tests.integration.cluster import model_path
 from tests.integration.offline.conftest import running_engine
 from tests.integration.stage import Stage
+
+pytestmark = pytest.mark.timeout(900)
 
 PROMPT = (5, 6, 7, 8)
 ASKED = (9, 10, 11)

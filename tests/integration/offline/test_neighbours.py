@@ -27,6 +27,8 @@ from tests.integration.offline.batches import (
 )
 from tests.integration.offline.sampling_uses import END, MAX_TOKENS, THINK, UNUSED, USES, Use
 
+pytestmark = pytest.mark.timeout(900)
+
 TOLERANCE = 1e-3
 """In nats. The batch size changes the order in which float32 numbers are added."""
 

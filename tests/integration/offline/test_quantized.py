@@ -10,6 +10,8 @@ from tests.integration.cluster import model_path
 from tests.integration.offline.conftest import running_engine
 from tests.integration.stage import Stage
 
+pytestmark = pytest.mark.timeout(900)
+
 QUANTIZATIONS = ("fp8_per_block", "int8_per_channel_weight_only")
 
 

@@ -24,6 +24,8 @@ from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.sources.base import SourceContext
 from tests.integration.offline.conftest import running_engine
 
+pytestmark = pytest.mark.timeout(900)
+
 ALPHABET = (300, 301, 302, 303)
 NUM_SAMPLES = 2000
 NUM_TOKENS = 4

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.integration.api import Api
@@ -158,10 +160,13 @@ def test_a_request_cannot_scale_the_engine(api: Api) -> None:
 
 
 def test_the_server_listens_on_loopback_only(shared: Deployment) -> None:
+    found = []
+    for process in shared.cluster.processes():
+        with suppress(psutil.NoSuchProcess):
+            found += process.net_connections(kind="tcp")
     listening = {
         connection.laddr.ip
-        for process in shared.cluster.processes()
-        for connection in process.net_connections(kind="tcp")
+        for connection in found
         if connection.status == "LISTEN" and connection.laddr.port == shared.port
     }
     assert listening == {HOST}

@@ -82,7 +82,8 @@ def check(
         api: the application.
         accepted: routes that must accept a good share of the requests.
         share: that share, over all these routes.
-        num_cases: number of random requests.
+        num_cases: number of random requests. From ``MIN_CASES`` on each of the routes must accept
+            one.
         num_streams: clients that stream.
         num_clients: clients that send random requests.
     """
@@ -101,7 +102,8 @@ def check(
     assert streams.num_left > 0
     assert num_accepted(api) > before
     counts = [report.statuses[route] for route in accepted]
-    assert all(each[200] > 0 for each in counts), report.table()
+    if num_cases >= MIN_CASES:
+        assert all(each[200] > 0 for each in counts), report.table()
     num_good = sum(each[200] for each in counts)
     assert num_good >= sum(each.total() for each in counts) * share, report.table()
 

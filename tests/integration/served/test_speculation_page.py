@@ -13,7 +13,7 @@ import httpx
 import pytest
 from PIL import Image, ImageColor
 
-from tests.integration.api import MODEL, TIMEOUT_S, Api
+from tests.integration.api import MODEL, TIMEOUT_S, Api, page_data
 from tests.integration.applications import KEYS
 from tests.integration.browser import CHROMIUM, Page, browsing
 from tests.integration.cluster import Deployment, eventually
@@ -212,7 +212,7 @@ def test_without_show_text_no_text_leaves_the_engine(page: Page, api: Api) -> No
     page.until("document.querySelectorAll('.steps .accepted').length > 0")
     assert page.run("document.querySelectorAll('.text').length") == 0
     assert word not in page.run("document.querySelector('#requests').innerText")
-    (replica,) = api.http.get("/speculation/data").json()["replicas"]
+    (replica,) = page_data(api.http)["replicas"]
     steps = [step for request in replica["requests"] for step in request["steps"]]
     assert sum(step["num_accepted"] for step in steps) > 0
     assert {step[key] for step in steps for key in ("accepted", "own", "refused")} == {""}
@@ -229,21 +229,19 @@ def closed(shared: Deployment) -> str:
 
 def test_data_need_a_key_and_a_tenant_sees_only_its_own_requests(closed: str) -> None:
     a, b = ({"Authorization": f"Bearer {key}"} for key in (KEY_A, KEY_B))
+    with httpx.Client(base_url=closed, timeout=TIMEOUT_S) as http:
 
-    def requests_of(headers: dict[str, str]) -> set[str]:
-        answer = httpx.get(f"{closed}/speculation/data", headers=headers, timeout=TIMEOUT_S)
-        assert answer.status_code == 200, answer.text
-        replicas = answer.json()["replicas"]
-        return {each["request"] for replica in replicas for each in replica["requests"]}
+        def requests_of(headers: dict[str, str]) -> set[str]:
+            replicas = page_data(http, headers)["replicas"]
+            return {each["request"] for replica in replicas for each in replica["requests"]}
 
-    assert httpx.get(f"{closed}/speculation/data").status_code == 401
-    assert httpx.get(f"{closed}/speculation").status_code == 200
-    before = requests_of(a)
-    body = {"model": MODEL, **BRIEF}
-    asked = httpx.post(f"{closed}/v1/completions", headers=a, json=body, timeout=TIMEOUT_S)
-    assert asked.status_code == 200, asked.text
-    own = eventually(lambda: requests_of(a) - before, "the request", 10)
-    assert own.isdisjoint(requests_of(b))
+        assert http.get("/speculation/data").status_code == 401
+        assert http.get("/speculation").status_code == 200
+        before = requests_of(a)
+        asked = http.post("/v1/completions", headers=a, json={"model": MODEL, **BRIEF})
+        assert asked.status_code == 200, asked.text
+        own = eventually(lambda: requests_of(a) - before, "the request", 60)
+        assert own.isdisjoint(requests_of(b))
 
 
 def test_the_page_asks_for_the_key_and_keeps_it_for_the_tab(page: Page, closed: str) -> None:

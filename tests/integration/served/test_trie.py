@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.api import MODEL, OFF, Api
+from tests.integration.api import MODEL, OFF, Api, page_data
 from tests.integration.applications import MAX_NUM_SEQS
 from tests.integration.cluster import Cluster, Deployment, kill
 
@@ -36,8 +36,7 @@ def app(shared: Deployment) -> Deployment:
 
 def replicas(api: Api) -> dict[str, dict[str, Any]]:
     """Page data of each replica by its id, at most one second old."""
-    data = api.http.get("/speculation/data").json()
-    return {each["replica"]: each for each in data["replicas"]}
+    return {each["replica"]: each for each in page_data(api.http)["replicas"]}
 
 
 def stores(cluster: Cluster) -> list[int]:
@@ -75,7 +74,7 @@ def test_each_replica_gives_the_page_data_of_both(api: Api, app: Deployment) -> 
     number = count()  # a new query each time, so that HAProxy asks a replica
 
     def both() -> bool:
-        data = api.http.get("/speculation/data", params={"number": next(number)}).json()
+        data = page_data(api.http, number=next(number))
         shown = {each["replica"] for each in data["replicas"]}
         return len(shown) == 2 and bool(data["num_replicas"] == 2)
 
