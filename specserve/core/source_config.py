@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import AliasChoices, Field, model_validator
@@ -21,6 +22,8 @@ _WITHOUT_EFFECT = {
     "in_engine": ("num_actors", "resources", *_OF_DRAFTERS),
 }
 """Options of drafters that must keep their defaults with a placement, as they have no effect."""
+_OF_STORE = ("num_store_shards", "store_resources", "snapshot_url", "snapshot_interval_s")
+"""Options of the trie's store."""
 
 
 class Label(NamedTuple):
@@ -55,6 +58,13 @@ class SourceSection(Section):
     """Longest draft in tokens."""
     dynamic: bool = True
     """Shorten or skip drafts that do not save time, by recent acceptance and verification cost."""
+
+    def _refuse_changed(self, names: Iterable[str], where: str) -> None:
+        """Refuses other values than the defaults of options without effect, ``where`` says when."""
+        for name in names:
+            usual = type(self).model_fields[name].get_default(call_default_factory=True)
+            if (value := getattr(self, name)) != usual:
+                raise ConfigError(name, value, f"{usual or 'empty'}, {where}")
 
 
 class NgramConfig(SourceSection):
@@ -148,8 +158,8 @@ class TrieConfig(SourceSection):
     @model_validator(mode="after")
     def _snapshots_are_the_clusters(self) -> Self:
         url = self.snapshot_url
-        if url and self.share != "cluster":
-            raise ConfigError("snapshot_url", url, "empty, unless share is cluster")
+        if self.share != "cluster":
+            self._refuse_changed(_OF_STORE, "unless share is cluster")
         if url and "://" not in url and not url.startswith("/"):
             raise ConfigError(
                 "snapshot_url", url, "an absolute path, or a URL: any node may read it"
@@ -186,11 +196,8 @@ class DrafterConfig(SourceSection):
 
     @model_validator(mode="after")
     def _its_place_has_its_options(self) -> Self:
-        for name in _WITHOUT_EFFECT[self.placement]:
-            usual = type(self).model_fields[name].get_default(call_default_factory=True)
-            if (value := getattr(self, name)) != usual:
-                allowed = f"{usual or 'empty'}, where placement is {self.placement}"
-                raise ConfigError(name, value, allowed)
+        unused = _WITHOUT_EFFECT[self.placement]
+        self._refuse_changed(unused, f"where placement is {self.placement}")
         return self
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from os import environ
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from specserve.core.errors import ConfigError, SpecServeError
 from specserve.core.validation import from_validation_error
 
 IMPORT_PATH = "specserve.app:build"
+DEPLOYMENT = "ModelServer"
 
 _SECTIONS: dict[str, type[BaseModel]] = {
     "autoscaling_config": AutoscalingConfig,
@@ -68,6 +71,9 @@ def _read(path: Path) -> ServeFile:
     content = _load(path)
     if not isinstance(content, dict):
         raise ConfigError("file", content, "a mapping with the key applications")
+    for field, deployment in _deployments(content):  # Serve's schema expects mappings
+        if not isinstance(deployment, dict):
+            raise ConfigError(field, deployment, "a mapping with the name ModelServer")
     try:
         # A copy, because Serve changes the sections.
         schema = ServeDeploySchema.model_validate(deepcopy(content), extra="forbid")
@@ -76,6 +82,7 @@ def _read(path: Path) -> ServeFile:
     if not schema.applications:
         raise ConfigError("applications", [], "at least one application")
     _check_sections(content)
+    _check_options(schema)
     return ServeFile(
         path=path,
         host=schema.http_options.host,
@@ -86,7 +93,7 @@ def _read(path: Path) -> ServeFile:
 
 def _load(path: Path) -> Any:
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise SpecServeError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -97,6 +104,54 @@ def _load(path: Path) -> Any:
         raise SpecServeError(f"{where}not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise SpecServeError(f"not valid YAML: {' '.join(str(error).split())}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that occurs twice in a mapping, of which YAML's loader keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of a node."""
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value} occurs twice", problem_mark=key.start_mark
+                )
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _deployments(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The deployments of all applications, with their fields."""
+    applications = content.get("applications")
+    for index, application in enumerate(applications if isinstance(applications, list) else ()):
+        found = application.get("deployments") if isinstance(application, dict) else None
+        for number, deployment in enumerate(found if isinstance(found, list) else ()):
+            yield f"applications.{index}.deployments.{number}", deployment
+
+
+def _check_options(schema: ServeDeploySchema) -> None:
+    """Refuses values that Serve's schema accepts, and that would fail at the start or later.
+
+    Raises:
+        ConfigError: such a value.
+    """
+    http = schema.http_options
+    if not 0 < http.port < 1 << 16:
+        raise ConfigError("http_options.port", http.port, "1 .. 65535")
+    if environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+            if value := getattr(http, name):
+                allowed = "nothing behind HAProxy, which speaks HTTP: end TLS before it"
+                raise ConfigError(f"http_options.{name}", value, allowed)
+    for index, application in enumerate(schema.applications):
+        field, prefix = f"applications.{index}", application.route_prefix or "/"
+        if not prefix.startswith("/"):
+            raise ConfigError(f"{field}.route_prefix", prefix, "a path that begins with /")
+        for number, deployment in enumerate(application.deployments):
+            if deployment.name != DEPLOYMENT:
+                raise ConfigError(f"{field}.deployments.{number}.name", deployment.name, DEPLOYMENT)
 
 
 def _serve_error(error: ValidationError) -> SpecServeError:
@@ -112,23 +167,28 @@ def _application(schema: ServeApplicationSchema, index: int) -> Application:
     field = f"applications.{index}"
     if schema.import_path != IMPORT_PATH:
         raise ConfigError(f"{field}.import_path", schema.import_path, IMPORT_PATH)
+    config = parse(schema.args, f"{field}.args")
+    for deployment in schema.deployments:
+        if isinstance(deployment.num_replicas, int):  # Serve prefers it to ours
+            placement = config.placement.model_copy(
+                update={"num_replicas": deployment.num_replicas}
+            )
+            config = config.model_copy(update={"placement": placement})
     return Application(
         name=schema.name,
         route_prefix=schema.route_prefix or "/",
         field=f"{field}.args",
-        config=parse(schema.args, f"{field}.args"),
+        config=config,
     )
 
 
 def _check_sections(content: dict[str, Any]) -> None:
     """Refuses unknown keys of ``_SECTIONS``; ``content`` is otherwise valid."""
     unknown = []
-    for index, application in enumerate(content["applications"]):
-        for number, deployment in enumerate(application.get("deployments") or ()):
-            for name, model in _SECTIONS.items():
-                field = f"applications.{index}.deployments.{number}.{name}"
-                for key in sorted((deployment.get(name) or {}).keys() - model.model_fields):
-                    allowed = ", ".join(model.model_fields)
-                    unknown.append(ConfigError(f"{field}.{key}", key, allowed))
+    for field, deployment in _deployments(content):
+        for name, model in _SECTIONS.items():
+            for key in sorted((deployment.get(name) or {}).keys() - model.model_fields):
+                allowed = ", ".join(model.model_fields)
+                unknown.append(ConfigError(f"{field}.{name}.{key}", key, allowed))
     if unknown:
         raise ConfigError.first_of(unknown)

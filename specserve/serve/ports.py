@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -18,7 +20,7 @@ class Port:
     """A port to listen on.
 
     Attributes:
-        host: IP address of the interface, or of all interfaces.
+        host: name or IP address of the interface, or of all interfaces.
         number: the port number.
         what: the port's purpose, for errors, and the option that sets it if there is one.
     """
@@ -81,8 +83,10 @@ def _taken(ports: Sequence[Port], joins_cluster: bool) -> list[str]:
     return taken
 
 
-def _overlap(one: str, other: str) -> bool:
-    return one == other or one in _ALL_INTERFACES or other in _ALL_INTERFACES
+def _overlap(address: str, host: str) -> bool:
+    with suppress(OSError):
+        host = socket.gethostbyname(host)
+    return address == host or address in _ALL_INTERFACES or host in _ALL_INTERFACES
 
 
 def _names(pids: Iterable[int | None]) -> str:

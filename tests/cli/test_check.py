@@ -119,6 +119,23 @@ def bad(**sections: Any) -> dict[str, Any]:
             "applications.0.deployments.0.autoscaling_config.max_replica: 'max_replica' is not "
             "allowed; allowed: min_replicas, ",
         ),
+        (
+            serve_file(GOOD, deployments=[None]),
+            "applications.0.deployments.0: None is not allowed; allowed: a mapping with the name",
+        ),
+        (
+            serve_file(GOOD, deployments=[{"name": "Modelserver"}]),
+            "applications.0.deployments.0.name: 'Modelserver' is not allowed; allowed: ModelServer",
+        ),
+        (
+            serve_file(GOOD, route_prefix="v2"),
+            "applications.0.route_prefix: 'v2' is not allowed; allowed: a path that begins with /",
+        ),
+        (
+            serve_file(GOOD) | {"http_options": {"port": 99999}},
+            "http_options.port: 99999 is not allowed; allowed: 1 .. 65535",
+        ),
+        ("applications: []\nhttp_options: {port: 1, port: 2}", "line 2, column 25: not valid YAML"),
         (serve_file([]), "applications.0.args: [] is not allowed; allowed: "),
         (
             bad(model={"path": "models/tyni"}),
@@ -479,3 +496,25 @@ def test_an_unset_key_variable_is_reported(
     monkeypatch.setenv("A_KEY", "secret")
     assert main(["check", write(serve_file(GOOD))]) == 0
     assert "are not set here" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_replicas_of_a_deployment_are_those_that_serve_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    deployments = [{"name": "ModelServer", "num_replicas": 5}]
+    assert main(["check", write(serve_file(GOOD, deployments=deployments))]) == 0
+    assert "5 x 2 (replicas x tensor parallel)" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("folder")
+def test_tls_is_refused_behind_haproxy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"ssl_keyfile": "key.pem", "ssl_certfile": "cert.pem"}
+    file = write(serve_file(GOOD) | {"http_options": options})
+    assert main(["check", file]) == 0
+    capsys.readouterr()
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    assert main(["check", file]) == 2
+    assert "http_options.ssl_keyfile: 'key.pem' is not allowed" in capsys.readouterr().err

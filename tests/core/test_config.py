@@ -136,6 +136,10 @@ def test_a_config_is_frozen() -> None:
             r"^speculation\.0\.snapshot_url: '/m' .* empty, unless share is cluster$",
         ),
         (
+            {"speculation": [{"kind": "trie", "num_store_shards": 4, "share": "replica"}]},
+            r"^speculation\.0\.num_store_shards: 4 .* 1, unless share is cluster$",
+        ),
+        (
             {"speculation": [{"kind": "trie", "decoding_length": 0}]},
             r"^speculation\.0\.decoding_length: 0 .* an integer >= 1 and <= 128$",
         ),

@@ -23,7 +23,7 @@ def port_of(server: socket.socket, host: str = "127.0.0.1") -> Port:
     return Port(host, server.getsockname()[1], "the API")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
 def test_a_port_in_use_is_reported_with_its_purpose_and_process(
     listener: socket.socket, host: str
 ) -> None:
