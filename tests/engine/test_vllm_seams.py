@@ -300,12 +300,6 @@ def test_the_rejection_sampler_looks_up_the_names_that_we_replace_on_cpu() -> No
     assert "apply_top_k_top_p(" in source
 
 
-def test_the_sampler_ranks_tokens_by_the_function_that_we_replace() -> None:
-    from vllm.v1.sample import sampler
-
-    assert "batched_count_greater_than(" in inspect.getsource(sampler.Sampler.gather_logprobs)
-
-
 def test_a_step_makes_the_calls_that_we_wrap() -> None:
     prepare = GPUModelRunner._prepare_inputs
     assert parameters(prepare) == ["self", "scheduler_output", "num_scheduled_tokens"]

@@ -1,4 +1,4 @@
-"""Fixes four defects of vLLM 0.32's sampling on CPU.
+"""Fixes three defects of vLLM 0.32's sampling on CPU.
 
 1. The rejection sampler copies each request's temperature, top_k and top_p to its draft tokens.
    vLLM's CPU version converts the output to int64 and never copies it back. For any other dtype the
@@ -7,8 +7,6 @@
    takes the maximum of an empty tensor, which ends the engine.
 3. A request in prefill is sampled too, and the token is discarded. vLLM then resets the offset of
    the generator of a request with a ``seed``; a CPU generator has no offset.
-4. The function that ranks tokens by log-probability is compiled at its first use. All requests wait
-   ten seconds for that.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.triton_utils import HAS_TRITON
-from vllm.v1.sample import rejection_sampler, sampler
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 
@@ -31,7 +29,6 @@ def repair_kernels() -> None:
     fails on some of other packages.
     """
     rejection_sampler.apply_top_k_top_p = _apply_top_k_top_p
-    sampler.batched_count_greater_than = _count_at_least
     if not HAS_TRITON:  # with it vLLM runs the original kernel, which is right
         rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
 
@@ -56,11 +53,6 @@ def _apply_top_k_top_p(
 ) -> torch.Tensor:
     """vLLM's function of this name, which also accepts zero rows."""
     return apply_top_k_top_p(logits, k, p) if len(logits) else logits
-
-
-def _count_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Counts the elements of ``x[i]`` that are at least ``values[i, 0]``, for each row ``i``."""
-    return (x >= values).sum(-1)
 
 
 def _expand_batch_to_tokens(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from vllm import ir
+from vllm.kernels import vllm_c
 
 PROVIDER = "specserve_cpu"
 """Name of the kernels among vLLM's implementations of a norm."""
@@ -21,7 +22,7 @@ def use_norm_kernels() -> None:
     if PROVIDER not in ir.ops.rms_norm.impls:
         ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_fits)(_rms_norm)
         ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_both_fit, inplace=True)(
-            _fused_add_rms_norm
+            vllm_c.fused_add_rms_norm.impl_fn
         )
     for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
         op.set_default([PROVIDER, "native"])
@@ -58,14 +59,3 @@ def _rms_norm(
     output = torch.empty_like(x)
     torch.ops._C.rms_norm(output, x, weight, epsilon)
     return output
-
-
-def _fused_add_rms_norm(
-    x: torch.Tensor,
-    x_residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
-    return x, x_residual

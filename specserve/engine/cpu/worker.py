@@ -9,7 +9,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from specserve.engine.cpu.backend import has_amx, is_x86
 from specserve.engine.cpu.compilation import use_saved_models
-from specserve.engine.cpu.experts import allow_float32_experts
 from specserve.engine.cpu.kernels import repair_kernels, unused_generators_aside
 from specserve.engine.cpu.linear import use_fastest_linear, use_fastest_linear_in
 from specserve.engine.cpu.mla import use_verifying_backend
@@ -43,7 +42,6 @@ class CpuWorker(CPUWorker):
         use_vector_rotary()
         sample_by_drawing()
         use_saved_models()
-        allow_float32_experts()
         if is_x86():
             round_weights_instead(has_amx=has_amx())
         if self.model_config.enforce_eager:
