@@ -68,8 +68,10 @@ def stamp_reasoning(request: Any) -> None:
     vLLM gives it to the scheduler alone, but the source ``grammar`` follows the answer in rank 0.
     """
     params = request.sampling_params
+    if params is None or params.structured_outputs is None:
+        return
     given = request.reasoning_ended, request.reasoning_parser_kwargs
-    if given != (None, None) and params is not None and params.structured_outputs is not None:
+    if given != (None, None):
         params.extra_args = {**(params.extra_args or {}), REASONING_KEY: given}
 
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from ray.serve.schema import ApplicationStatus
 
-from tests.integration.cluster import eventually
+from tests.integration.cluster import eventually, heed_interrupts
 from tests.k8s.manifests import ROOT
 
 FOLDER = ROOT / "deploy"
@@ -183,6 +183,7 @@ def start_head(image: Path) -> subprocess.Popen[bytes]:
         ["deploy/serve.sh", "a", "c.yaml", "--resources={}"],
         cwd=image,
         env={"PATH": f"{image}/bin:/usr/bin:/bin"},
+        preexec_fn=heed_interrupts,  # a shell cannot trap a signal that it ignored from the start
     )
 
 
