@@ -41,6 +41,7 @@ def test_a_file_is_valid_for_serve_for_us_and_for_vllm(name: str) -> None:
         ("r1_mtp.yaml", DEEPSEEK_R1, "fp8", 16, 1),
         ("r1_mtp_int8.yaml", DEEPSEEK_R1_UNQUANTIZED, "int8_per_channel_weight_only", 16, 1),
         ("r1_mtp_hybrid.yaml", DEEPSEEK_R1, "fp8", 16, 16),
+        ("r1_h200.yaml", DEEPSEEK_R1, "fp8", 8, 16),
         ("llama_draft.yaml", LLAMA_70B, None, 4, 3),
     ],
 )
