@@ -14,6 +14,7 @@ from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -49,6 +50,17 @@ def without_pauses(receive: Receive) -> Receive:
 def body_timeout() -> Response:
     """The answer to a call whose body stopped."""
     return openai_error(f"No more of the body came within {BODY_PAUSE_S:g} s", 408)
+
+
+def with_cors_of(app: FastAPI, wrapped: ASGIApp) -> ASGIApp:
+    """Adds vLLM's CORS headers also to answers that do not come from its application ``app``.
+
+    Without them, a page of another origin cannot read our errors.
+    """
+    for middleware, args, options in app.user_middleware:
+        if middleware == CORSMiddleware:
+            return CORSMiddleware(wrapped, *args, **options)
+    return wrapped
 
 
 class RetryAfterMiddleware:

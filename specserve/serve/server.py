@@ -27,6 +27,7 @@ from specserve.serve.middleware import (
     answer_http_error,
     refuse_scaling,
     serve_fresh_metrics,
+    with_cors_of,
 )
 from specserve.serve.page import ReplicaView, SpeculationPage
 from specserve.serve.placement import reserve
@@ -104,7 +105,8 @@ class ModelServer:
         if self._keys:
             wrapped = TenantMiddleware(wrapped, self._keys)
         self._progress.ready(_base_url())
-        return DisconnectMiddleware(RetryAfterMiddleware(wrapped, self._config.http.retry_after_s))
+        wrapped = RetryAfterMiddleware(wrapped, self._config.http.retry_after_s)
+        return DisconnectMiddleware(with_cors_of(app, wrapped))
 
     async def view(self, tenant: str) -> ReplicaView:
         """Returns this replica's data for the page; called by the replica that answers the page."""

@@ -15,6 +15,7 @@ from prometheus_fastapi_instrumentator import Instrumentator
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
@@ -30,6 +31,7 @@ from specserve.serve.middleware import (
     answer_http_error,
     refuse_scaling,
     serve_fresh_metrics,
+    with_cors_of,
 )
 from specserve.serve.shared import AS_OF
 
@@ -372,3 +374,15 @@ def test_a_closed_scaling_route_stays_closed() -> None:
     app = Starlette(routes=[Route("/v1/models", accept)])
     refuse_scaling(app)
     assert scaling_answer(app).status_code == 404
+
+
+def test_answers_beside_the_application_have_its_cors_headers() -> None:
+    app = FastAPI()
+    app.add_middleware(CORSMiddleware, allow_origins=["https://ui.example"])
+    client = TestClient(with_cors_of(app, Response(status_code=400)))
+    allowed = "Access-Control-Allow-Origin"
+    answer = client.post("/", headers={"Origin": "https://ui.example"})
+    assert (answer.status_code, answer.headers[allowed]) == (400, "https://ui.example")
+    assert allowed not in client.post("/", headers={"Origin": "https://other.example"}).headers
+    plain = TestClient(with_cors_of(FastAPI(), Response(status_code=400)))
+    assert allowed not in plain.post("/", headers={"Origin": "https://ui.example"}).headers
