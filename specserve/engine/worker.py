@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ class SpeculationMixin(_Worker):
 
     def init_device(self) -> None:
         """Builds the model runner, and in rank 0 attaches it to the proposer hook."""
+        # A copy: in one process the scheduler reads our options from the engine's configuration.
+        self.vllm_config = copy.copy(self.vllm_config)
         super().init_device()
         _log_as_vllm()
         repair_sampling(self.model_runner)

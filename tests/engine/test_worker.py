@@ -88,8 +88,10 @@ def our_log() -> Iterator[None]:
 
 def test_only_vllms_options_stay_in_the_configuration_that_names_compiled_models() -> None:
     worker = Worker()
+    of_engine = worker.vllm_config
     worker.init_device()
     assert worker.vllm_config.additional_config == {"of_vllm": 1}
+    assert of_engine.additional_config == {"specserve": {}, "of_vllm": 1}
 
 
 def test_a_rank_that_does_not_draft_samples_as_the_one_that_does() -> None:
