@@ -27,6 +27,7 @@ else:
 class SpeculationMixin(_Worker):
     """Mixin with the proposer hook; vLLM's GPU or CPU worker must be the next base class."""
 
+    vllm_config: VllmConfig
     _hook: ProposerHook | None = None
     _is_idle = False
     """Whether the current step is idle, see :meth:`ProposerHook.is_idle`."""
