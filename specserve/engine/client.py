@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from specserve.core.errors import reason_of
-from specserve.engine.prediction import CURRENT_PREDICTION, counted
+from specserve.engine.prediction import CURRENT_PREDICTION
 from specserve.engine.report import Reports, reported
 from specserve.engine.tenants import CURRENT_CONTROLS
 from specserve.sources.controls import wants_report
@@ -79,7 +79,7 @@ class ServedLLM(AsyncLLM):
         if prediction is None:
             return outputs
         is_cumulative = sampling_params.output_kind is RequestOutputKind.CUMULATIVE
-        return counted(outputs, prediction, is_cumulative=is_cumulative)
+        return prediction.counted(outputs, is_cumulative=is_cumulative)
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """vLLM's method. Refuses a request that exceeds the limit alone.

@@ -42,7 +42,7 @@ from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.isolation import TenantLLM, close_routes, part_media, part_responses
 from specserve.engine.logits_processors import PROCESSORS
 from specserve.engine.parsers import parse_token_by_token
-from specserve.engine.prediction import Predictor
+from specserve.engine.prediction import Predictor, report_counts
 from specserve.engine.responses import end_with_errors
 from specserve.engine.temporary_files import keep_sockets_in_session
 from specserve.engine.tenant_memory import TenantMemory, TextReader
@@ -123,6 +123,7 @@ class Engine:
         end_with_errors(responses)
         extend_beam_search(self._llm.model_config.max_logprobs, self._learn)
         parse_token_by_token()
+        report_counts()
         if self._config.http.api_keys:
             close_routes(app)
             part_responses(responses)

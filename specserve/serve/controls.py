@@ -23,12 +23,7 @@ from specserve.serve.generation.routes import is_generation
 from specserve.serve.generation.schema import Grammar
 from specserve.serve.memory import is_memory
 from specserve.serve.middleware import body_timeout, openai_error, without_pauses
-from specserve.serve.prediction import (
-    CountedAnswer,
-    argument_texts,
-    openai_texts,
-    read_prediction,
-)
+from specserve.serve.prediction import argument_texts, openai_texts, read_prediction
 from specserve.sources.controls import (
     BEAM_KEY,
     PREDICTION_KEY,
@@ -93,8 +88,6 @@ class ControlsMiddleware:
             headers["content-length"] = str(len(body))
             scope = {**scope, "headers": headers.raw}
         del given, request  # frees them while the answer is computed
-        if prediction is not None:
-            send = CountedAnswer(send, prediction).send
         tokens = CURRENT_CONTROLS.set(controls), CURRENT_PREDICTION.set(prediction)
         try:
             await self._app(scope, _with_body(body, receive), send)

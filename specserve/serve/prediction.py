@@ -1,17 +1,14 @@
-"""Predicted outputs over HTTP: reads a call's prediction, and adds its counts to the answer.
+"""Predicted outputs over HTTP: reads a call's prediction.
 
-The field and the counts are OpenAI's (https://platform.openai.com/docs/guides/predicted-outputs).
+The field is OpenAI's (https://platform.openai.com/docs/guides/predicted-outputs).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from starlette.datastructures import MutableHeaders
-from starlette.types import Message, Send
 
 from specserve.core.errors import RequestError
 from specserve.engine.prediction import Prediction, Predictor
@@ -143,69 +140,3 @@ def _text(field: str, value: object, allowed: str) -> str:
     except UnicodeEncodeError:  # JSON can contain half of a surrogate pair
         raise RequestError(field, value, f"{allowed}, of whole Unicode characters") from None
     return value
-
-
-class CountedAnswer:
-    """Passes an answer on, and adds the counts of its prediction to its ``usage``.
-
-    Answers without OpenAI's ``usage``, such as errors, are passed on unchanged. The counts are
-    complete before vLLM sends the usage.
-    """
-
-    def __init__(self, send: Send, prediction: Prediction) -> None:
-        self._send = send
-        self._prediction = prediction
-        self._start: Message | None = None  # held back, because the counts change content-length
-        self._body = b""
-        self._is_stream = False
-
-    async def send(self, message: Message) -> None:
-        """Handles one ASGI message."""
-        if message["type"] == "http.response.start":
-            content_type = MutableHeaders(raw=message["headers"]).get("content-type", "")
-            self._is_stream = content_type.startswith("text/event-stream")
-            if content_type.startswith("application/json"):
-                self._start = message
-                return
-        elif message["type"] == "http.response.body":
-            if self._start is not None:
-                self._body += message.get("body", b"")
-                if not message.get("more_body"):
-                    await self._send_whole(self._start)
-                return
-            if self._is_stream and b'"usage"' in message.get("body", b""):
-                message = {**message, "body": self._counted_events(message["body"])}
-        await self._send(message)
-
-    async def _send_whole(self, start: Message) -> None:
-        body = self._counted(self._body)
-        headers = MutableHeaders(raw=list(start["headers"]))
-        headers["content-length"] = str(len(body))
-        await self._send({**start, "headers": headers.raw})
-        await self._send({"type": "http.response.body", "body": body})
-
-    def _counted_events(self, events: bytes) -> bytes:
-        """Adds the counts to server-sent events; vLLM sends only whole events."""
-        mark = b"data: "
-        return b"\n\n".join(
-            mark + self._counted(each.removeprefix(mark)) if each.startswith(mark) else each
-            for each in events.split(b"\n\n")
-        )
-
-    def _counted(self, text: bytes) -> bytes:
-        """Returns an answer or a stream's event, with the counts if it has OpenAI's usage."""
-        try:
-            answer = json.loads(text)
-        except ValueError:  # [DONE], at the end of a stream
-            return text
-        usage = answer.get("usage") if isinstance(answer, dict) else None
-        if not isinstance(usage, dict) or "completion_tokens" not in usage:
-            return text
-        if self._is_stream and answer.get("choices") != []:  # not the last chunk
-            return text
-        usage["completion_tokens_details"] = {
-            **(usage.get("completion_tokens_details") or {}),
-            "accepted_prediction_tokens": self._prediction.num_accepted,
-            "rejected_prediction_tokens": self._prediction.num_rejected,
-        }
-        return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()

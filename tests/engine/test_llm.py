@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from httpx import ASGITransport, AsyncClient, Response
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from specserve.core.config import parse
@@ -20,6 +23,7 @@ from specserve.engine import llm
 from specserve.engine.client import ServedLLM
 from specserve.engine.isolation import TenantLLM
 from specserve.engine.llm import Engine
+from specserve.engine.prediction import CURRENT_PREDICTION, Prediction
 from tests.engine.scripted_client import ScriptedClient
 
 NGRAM = {"kind": "ngram"}
@@ -250,3 +254,105 @@ def test_a_list_of_prompts_that_exceeds_the_limit_alone_is_a_client_error(
         error = answer.json()["error"]
         assert error["param"] == "prompt"
         assert f"{number} prompts with n={n} take {number * n} sequences" in error["message"]
+
+
+TEXT = list(range(10, 20))
+CHAT = {"messages": [{"role": "user", "content": "?"}]}
+ROUTES = [
+    ("/v1/completions", {"prompt": "a"}),
+    ("/v1/completions", {"prompt": ["a", "b"], "n": 2}),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", CHAT | {"n": 2}),
+]
+
+
+class Predicting(ScriptedClient):
+    """Compares answers with the call's prediction, as :class:`ServedLLM` does."""
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> Any:
+        outputs = super().generate(prompt, sampling_params, request_id, **options)
+        if (prediction := CURRENT_PREDICTION.get()) is None:
+            return outputs
+        is_cumulative = sampling_params.output_kind is RequestOutputKind.CUMULATIVE
+        return prediction.counted(outputs, is_cumulative=is_cumulative)
+
+
+@pytest.fixture
+def predicting() -> Iterator[Predicting]:
+    client = Predicting()
+    client.steps = [TEXT[:4], TEXT[4:8]]
+    token = CURRENT_PREDICTION.set(Prediction(np.array(TEXT, np.int32)))
+    yield client
+    CURRENT_PREDICTION.reset(token)
+
+
+def usages(answer: Response) -> list[Any]:
+    """The usage of an answer, or of each chunk of a stream."""
+    assert answer.status_code == 200, answer.text
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return [answer.json().get("usage")]
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event).get("usage") for event in events]
+
+
+@pytest.mark.parametrize("is_continuous", [None, False, True])  # None: no stream
+@pytest.mark.parametrize(("route", "body"), ROUTES)
+def test_the_usage_of_a_call_with_a_prediction_has_its_counts(
+    predicting: Predicting, route: str, body: dict[str, Any], is_continuous: bool | None
+) -> None:
+    if is_continuous is not None:
+        options = {"include_usage": True, "continuous_usage_stats": is_continuous}
+        body = body | {"stream": True, "stream_options": options}
+    *others, last = usages(answer_of(predicting, route, **body))
+    number = len(body.get("prompt", "a")) * body.get("n", 1)
+    assert last["completion_tokens"] == 8 * number
+    assert last["completion_tokens_details"] == {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 8 * number,
+        "rejected_prediction_tokens": 2 * number,
+    }
+    if is_continuous is not None:
+        assert len(others) >= 2
+    assert [each is not None for each in others] == [bool(is_continuous)] * len(others)
+    assert not any(each.get("completion_tokens_details") for each in others if each)
+
+
+def test_reasoning_tokens_and_counts_stand_side_by_side() -> None:
+    client = Predicting(reasoning_parser="granite")
+    text = "Here is my thought process: A. Here is my response: B"
+    client.steps = [client.tokenizer.encode(text, add_special_tokens=False)]
+    (before,) = usages(answer_of(client, "/v1/chat/completions", **CHAT))
+    token = CURRENT_PREDICTION.set(Prediction(np.array(client.steps[0], np.int32)))
+    (usage,) = usages(answer_of(client, "/v1/chat/completions", **CHAT))
+    CURRENT_PREDICTION.reset(token)
+    assert usage["completion_tokens_details"] == {
+        **before["completion_tokens_details"],
+        "accepted_prediction_tokens": len(client.steps[0]),
+        "rejected_prediction_tokens": 0,
+    }
+
+
+@pytest.mark.parametrize(("route", "body"), ROUTES)
+def test_the_usage_of_a_call_without_a_prediction_has_no_counts(
+    route: str, body: dict[str, Any]
+) -> None:
+    client = Predicting()
+    client.steps = [TEXT]
+    (usage,) = usages(answer_of(client, route, **body))
+    assert usage["completion_tokens"] > 0
+    assert not usage["completion_tokens_details"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [("/v1/responses", {"input": "?"}), ("/v1/messages", CHAT | {"max_tokens": 8})],
+)
+def test_answers_without_openais_usage_have_no_counts(
+    predicting: Predicting, route: str, body: dict[str, Any], stream: bool
+) -> None:
+    answer = answer_of(predicting, route, **body, stream=stream)
+    assert answer.status_code == 200, answer.text
+    assert "output_tokens" in answer.text
+    assert "prediction_tokens" not in answer.text

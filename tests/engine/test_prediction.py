@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specserve.engine.prediction import Prediction, counted
+from specserve.engine.prediction import Prediction
 
 TEXT = list(range(10, 20))
 
@@ -35,7 +35,7 @@ async def taken(
         finally:
             is_ended = True
 
-    answers = counted(generate(), prediction, is_cumulative=is_cumulative)
+    answers = prediction.counted(generate(), is_cumulative=is_cumulative)
     for _ in range(number):
         if await anext(answers, None) is None:
             break

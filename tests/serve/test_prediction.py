@@ -1,24 +1,22 @@
-"""Predictions of calls: accepted and refused forms, and the counts in the answer's usage."""
+"""Predictions of calls: accepted and refused forms."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from specserve.engine.prediction import CURRENT_PREDICTION, Predictor
+from specserve.engine.prediction import Predictor
 from specserve.engine.tenants import CURRENT_CONTROLS
 from specserve.serve.controls import ControlsMiddleware
 
 MAX_TOKENS = 8
-USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
 
 
 class Characters:
@@ -164,74 +162,3 @@ def test_an_application_without_the_source_refuses_predictions(body: dict[str, A
     answer = TestClient(ControlsMiddleware(echo_ids, ["ngram"])).post("/v1/completions", json=body)
     assert answer.status_code == 400
     assert "no source `prediction`" in answer.json()["error"]["message"]
-
-
-def counting(response: Any) -> Any:
-    """An application whose text is "abxy" and whose answer is ``response()``."""
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await Request(scope, receive).body()
-        if (prediction := CURRENT_PREDICTION.get()) is not None:
-            prediction.count([ord(each) for each in "abxy"])
-        await response()(scope, receive, send)
-
-    return app
-
-
-def posted(response: Any, body: dict[str, Any]) -> Any:
-    return client_of(counting(response)).post("/v1/chat/completions", json=body)
-
-
-def details(accepted: int, rejected: int) -> dict[str, int]:
-    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
-
-
-def test_the_usage_has_the_counts() -> None:
-    usage = USAGE | {"completion_tokens_details": {"reasoning_tokens": 5}}
-    answer = posted(lambda: JSONResponse({"id": "ä", "usage": usage}), content("abcde"))
-    expected = USAGE | {"completion_tokens_details": {"reasoning_tokens": 5, **details(2, 3)}}
-    assert answer.json() == {"id": "ä", "usage": expected}
-    assert int(answer.headers["content-length"]) == len(answer.content)
-
-
-@pytest.mark.parametrize(
-    "response",
-    [
-        lambda: JSONResponse({"usage": {"input_tokens": 3}}),
-        lambda: JSONResponse({"error": {"message": '"usage"'}}, 400),
-        lambda: JSONResponse(["usage"]),
-        lambda: Response(b'{"usage": ', media_type="application/json"),
-        lambda: Response(b'{"usage": {"completion_tokens": 1}}', media_type="text/plain"),
-    ],
-)
-def test_an_answer_without_openais_usage_is_not_changed(response: Any) -> None:
-    answer = posted(response, content("abc"))
-    assert answer.content == response().body
-    assert answer.status_code == response().status_code
-
-
-def test_an_answer_without_a_prediction_is_not_changed() -> None:
-    answer = posted(lambda: Response(b'{"usage": {"completion_tokens": 1} }'), {"prompt": "a"})
-    assert answer.content == b'{"usage": {"completion_tokens": 1} }'
-
-
-def event(**fields: object) -> bytes:
-    return b"data: " + json.dumps(fields).encode() + b"\n\n"
-
-
-def test_the_last_chunk_of_a_stream_has_the_counts() -> None:
-    text = event(choices=[{"delta": {"content": '"usage"'}}], usage=USAGE)
-    last = event(choices=[], usage=USAGE)
-
-    async def events() -> AsyncIterator[bytes]:
-        for each in (text, last, b"data: [DONE]\n\n"):
-            yield each
-
-    answer = posted(
-        lambda: StreamingResponse(events(), media_type="text/event-stream"), content("abcd")
-    )
-    assert answer.content.startswith(text)
-    assert answer.content.endswith(b"\n\ndata: [DONE]\n\n")
-    (_, chunk, _, _) = answer.content.split(b"\n\n")
-    usage = json.loads(chunk.removeprefix(b"data: "))["usage"]
-    assert usage == USAGE | {"completion_tokens_details": details(2, 2)}
