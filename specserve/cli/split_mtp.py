@@ -21,23 +21,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the folder and shows a progress bar.
+    """Writes the folder.
 
     Raises:
         SpecServeError: an argument is wrong, or a file cannot be read or written.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
     from specserve.core.new_folder import check_out
     from specserve.drafters.mtp_files import find_mtp, split_mtp
 
-    check_out(args.out)  # before the progress bar, which would share a line with the error
+    check_out(args.out)  # before the spinner, which would share a line with the error
     files = find_mtp(args.checkpoint, "CHECKPOINT")
-    total = sum(tensor.num_bytes for tensor in files.tensors.values())
-    columns = ("writing", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-        split_mtp(files, args.out, lambda size: progress.advance(task, size))
-    print(f"{len(files.tensors):,} tensors, {total:,} bytes written to {args.out}")
+    with Console(stderr=True).status("writing the module"):
+        num_bytes = split_mtp(files, args.out)
+    print(f"{len(files.tensors):,} tensors, {num_bytes:,} bytes written to {args.out}")
     return 0

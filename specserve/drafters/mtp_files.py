@@ -1,60 +1,38 @@
 """The files of a checkpoint's MTP module: finds them, fetches them, splits them off.
 
 Finding reads only the headers of the files that contain the module; other shards may be missing.
-Splitting copies the stored bytes, so block-FP8 weights stay unchanged. It uses a buffer of fixed
-size, so memory does not grow with the checkpoint. Headers are read and written here, because the
-safetensors library neither tells where a tensor's bytes are nor copies them without loading.
-Imports no torch.
+Splitting copies the tensors as they are stored, so block-FP8 weights stay unchanged. The files are
+mapped into memory, so memory does not grow with the checkpoint. Only reading and writing tensors
+imports torch.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
 
 from specserve.core.errors import ConfigError, SpecServeError, reason_of
 from specserve.core.new_folder import new_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", "shared_head.head.weight"
 
-_MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library itself."""
-
-BUFFER_BYTES = 16 << 20
-
 _SMALL_FILES = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
 )
 """Small files that are copied where the checkpoint has them."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor stored in a safetensors file: bytes ``begin .. end - 1``.
-
-    ``dtype`` is safetensors' name: ``BF16``, ``F8_E4M3``, ...
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def num_bytes(self) -> int:
-        """The tensor's size in bytes."""
-        return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +43,14 @@ class MtpFiles:
         folder: folder of the checkpoint.
         config: content of its config.json.
         layer: prefix of the names of the module's own tensors: ``model.layers.61.``.
-        tensors: tensors by full name. They include the target's embedding and head if the module
-            has no copies of its own.
+        tensors: the file of each tensor, by full name. They include the target's embedding and head
+            if the module has no copies of its own.
     """
 
     folder: Path
     config: dict[str, Any]
     layer: str
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, Path]
 
     @property
     def embedding(self) -> str:
@@ -84,6 +62,20 @@ class MtpFiles:
         """Name of the head's tensor; the embedding's if they are tied."""
         names = (self.layer + OWN_HEAD, HEAD, self.embedding)
         return next(name for name in names if name in self.tensors)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored, mapped into memory.
+
+        Raises:
+            SpecServeError: its file cannot be read.
+        """
+        file = self.tensors[name]
+        try:
+            with safe_open(file, framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise SpecServeError(f"{file}: {reason_of(error)}") from None
+        return tensor
 
 
 def find_mtp(folder: str, field: str) -> MtpFiles:
@@ -140,15 +132,11 @@ class _Unfit(Exception):
 
 def _find(folder: Path) -> MtpFiles:
     config, layer, places = _look_up(folder)
-    stored: dict[str, StoredTensor] = {}
-    for file in sorted(set(places.values())):
-        stored |= read_header(file)
-    absent = [name for name in places if name not in stored]
-    if absent:
-        raise _Unfit(f"files that hold what {INDEX} says: {absent[0]} is missing")
-    # In the order of the files, so that they are read from front to back.
-    order = sorted(places, key=lambda name: (stored[name].file, stored[name].begin))
-    return MtpFiles(folder, config, layer, {name: stored[name] for name in order})
+    names = {file: _names(file) for file in sorted(set(places.values()))}
+    for name, file in places.items():
+        if name not in names[file]:
+            raise _Unfit(f"files that hold what {INDEX} says: {name} is missing")
+    return MtpFiles(folder, config, layer, places)
 
 
 def _look_up(folder: Path) -> tuple[dict[str, Any], str, dict[str, Path]]:
@@ -178,43 +166,22 @@ def _look_up(folder: Path) -> tuple[dict[str, Any], str, dict[str, Path]]:
 def _places(folder: Path) -> dict[str, Path]:
     """The file of every tensor of the checkpoint."""
     if not (folder / INDEX).exists():
-        return dict.fromkeys(read_header(folder / SINGLE), folder / SINGLE)
+        return dict.fromkeys(_names(folder / SINGLE), folder / SINGLE)
     files = _read_json(folder / INDEX).get("weight_map")
     if not isinstance(files, dict) or any(Path(str(f)).name != f for f in files.values()):
         raise _Unfit(f"a {INDEX} with a `weight_map` of file names")
     return {name: folder / file for name, file in files.items()}
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
-    """A safetensors file's tensors by their names."""
+def _names(file: Path) -> set[str]:
+    """Names of a safetensors file's tensors."""
     try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(length)
-            header = json.loads(stream.read(length))
-            size = os.fstat(stream.fileno()).st_size
-        header.pop("__metadata__", None)
-        data = 8 + length
-        tensors = {
-            name: StoredTensor(
-                file,
-                entry["dtype"],
-                tuple(entry["shape"]),
-                data + entry["data_offsets"][0],
-                data + entry["data_offsets"][1],
-            )
-            for name, entry in header.items()
-        }
+        with safe_open(file, framework="np") as opened:  # imports no torch
+            return set(opened.keys())
     except FileNotFoundError:
         raise _Unfit(f"a checkpoint with all its files: {file.name} is missing") from None
-    except OSError as error:
-        raise _Unfit(f"a readable {file.name} ({error.strerror})") from None
-    except (ValueError, AttributeError, LookupError, TypeError):
-        raise _Unfit(f"a whole {file.name}: its header is not safetensors'") from None
-    if any(tensor.end > size for tensor in tensors.values()):
-        raise _Unfit(f"a whole {file.name}: its end is missing")
-    return tensors
+    except (OSError, SafetensorError) as error:
+        raise _Unfit(f"a whole {file.name} ({reason_of(error)})") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -229,61 +196,29 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def split_mtp(
-    files: MtpFiles,
-    out: Path,
-    advance: Callable[[int], object] = lambda num_bytes: None,
-) -> None:
-    """Writes the module as a checkpoint of one safetensors file.
+def split_mtp(files: MtpFiles, out: Path) -> int:
+    """Writes the module as a checkpoint of one safetensors file; returns its tensors' bytes.
 
     ``out`` appears only when it is complete.
 
     Args:
         files: the module's files.
         out: new folder, or an empty one.
-        advance: called with the number of bytes written since its last call.
 
     Raises:
         ConfigError: ``out`` is not empty.
         SpecServeError: a file cannot be read or written.
     """
+    from safetensors.torch import save_file  # imports torch, which takes seconds
+
     with new_folder(out) as folder:
-        _write(folder / SINGLE, files.tensors, advance)
+        tensors = {name: files.read(name) for name in files.tensors}
+        try:
+            save_file(tensors, folder / SINGLE, {"format": "pt"})
+        except SafetensorError as error:
+            raise SpecServeError(f"{out}: {reason_of(error)}") from None
+        (folder / SINGLE).chmod(0o644)  # safetensors lets only the owner read it
         for name in _SMALL_FILES:
             if (files.folder / name).exists():
                 shutil.copyfile(files.folder / name, folder / name)
-
-
-def _write(
-    path: Path, tensors: Mapping[str, StoredTensor], advance: Callable[[int], object]
-) -> None:
-    """Writes a safetensors file: the header's length, the header as JSON, the tensors' bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        offsets = [offset, offset + tensor.num_bytes]
-        header[name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": offsets,
-        }
-        offset = offsets[1]
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # aligns the data
-    with path.open("wb") as stream:
-        stream.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in tensors.values():
-            _copy(tensor, stream, advance)
-
-
-def _copy(tensor: StoredTensor, stream: BinaryIO, advance: Callable[[int], object]) -> None:
-    with tensor.file.open("rb") as source:
-        source.seek(tensor.begin)
-        left = tensor.num_bytes
-        while left:
-            piece = source.read(min(left, BUFFER_BYTES))
-            if not piece:
-                raise SpecServeError(f"{tensor.file}: became shorter while it was read")
-            stream.write(piece)
-            advance(len(piece))
-            left -= len(piece)
+    return sum(tensor.nbytes for tensor in tensors.values())

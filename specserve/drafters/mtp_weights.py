@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from specserve.core.errors import ConfigError
@@ -40,6 +39,7 @@ class MtpWeights:
 
         Raises:
             ConfigError: it is missing, or its shape or type is not supported.
+            SpecServeError: its file cannot be read.
         """
         return self._read(f"{self.files.layer}{self.prefix}{name}", shape, dtype or self.dtype)
 
@@ -62,13 +62,11 @@ class MtpWeights:
         return tensor.to(dtype)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        stored = self.files.tensors.get(name)
-        if stored is None:
+        if name not in self.files.tensors:
             raise self._unfit(name)
-        if stored.shape != shape:
-            raise self._unfit(f"{name} of shape {list(shape)}, not {list(stored.shape)}")
-        with safe_open(stored.file, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+        tensor = self.files.read(name)
+        if tensor.shape != shape:
+            raise self._unfit(f"{name} of shape {list(shape)}, not {list(tensor.shape)}")
         return tensor.to(self.device)
 
     def _block(self) -> tuple[int, int]:

@@ -90,7 +90,7 @@ def test_only_the_modules_files_are_fetched(hub: Served, revision: str) -> None:
     folder = hub.fetch("org/model", revision)
     assert find_mtp(folder, "model").tensors.keys() == written.tensors.keys()
     shards = {file.name for file in Path(folder).glob("*.safetensors")}
-    assert shards == {tensor.file.name for tensor in written.tensors.values()}
+    assert shards == {file.name for file in written.tensors.values()}
     assert len(shards) < 6
 
 
@@ -110,3 +110,13 @@ def test_a_model_without_a_module_is_refused_with_the_reason(hub: Served) -> Non
     write_copy(hub.folder, num_shards=2, architectures=["LlamaForCausalLM"])
     with pytest.raises(RuntimeError, match=r"model: 'org/model' .*; allowed: a checkpoint of Deep"):
         hub.fetch("org/model")
+
+
+def test_finding_imports_no_torch(tmp_path: Path) -> None:
+    """`specserve check` finds the module, and torch takes seconds to import."""
+    folder = str(write_copy(tmp_path / "model", num_shards=2))
+    code = (
+        "import sys; from specserve.drafters.mtp_files import find_mtp;"
+        "find_mtp(sys.argv[1], 'model'); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, folder], check=True)

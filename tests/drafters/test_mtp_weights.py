@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from specserve.core.errors import ConfigError, SpecServeError
-from specserve.drafters import mtp_files
 from specserve.drafters.base import Row
 from specserve.drafters.kv_cache import Packed, Span
 from specserve.drafters.mtp import MtpDrafter
-from specserve.drafters.mtp_files import StoredTensor, find_mtp, split_mtp
+from specserve.drafters.mtp_files import find_mtp, split_mtp
 from specserve.drafters.mtp_weights import MtpWeights, dequantize
 from tests.drafters.checkpoints import LAYER, quantize, write_copy
 from tests.drafters.mtp_reference import MODEL, texts
@@ -71,8 +71,7 @@ def test_without_copies_the_targets_tensors_belong_to_the_module(
 def test_block_fp8_is_multiplied_by_its_factors(tmp_path: Path) -> None:
     folder = write_copy(tmp_path / "model", fp8=True, num_shards=2)
     name = "mlp.experts.3.down_proj.weight"  # 256 x 96: its blocks are cut
-    stored = weights(folder).files.tensors[f"{LAYER}{name}"]
-    assert stored.dtype == "F8_E4M3"
+    assert weights(folder).files.read(f"{LAYER}{name}").dtype == torch.float8_e4m3fn
     original = load_file(MODEL / "model.safetensors")[f"{LAYER}{name}"].float()
     read = weights(folder).part("mlp").get("experts.3.down_proj.weight", 256, 96)
     assert 0 < (read - original).abs().max() < 0.07 * original.abs().max()
@@ -110,14 +109,13 @@ def test_an_fp8_copy_computes_nearly_the_same(tmp_path: Path) -> None:
 def test_a_split_module_is_the_same_bit_by_bit(tmp_path: Path, fp8: bool) -> None:
     folder = write_copy(tmp_path / "model", keep=without_copies, fp8=fp8, num_shards=3)
     files = find_mtp(str(folder), "model")
-    written: list[int] = []
-    split_mtp(files, tmp_path / "out", written.append)
+    num_bytes = split_mtp(files, tmp_path / "out")
     again = find_mtp(str(tmp_path / "out"), "model")
     assert sorted(again.tensors) == sorted(files.tensors)
-    assert sum(written) == sum(tensor.num_bytes for tensor in files.tensors.values())
-    for name, tensor in again.tensors.items():
-        before = load_file(files.tensors[name].file)[name]
-        after = load_file(tensor.file)[name]
+    assert num_bytes == sum(again.read(name).nbytes for name in again.tensors)
+    for name, file in again.tensors.items():
+        before = load_file(files.tensors[name])[name]
+        after = load_file(file)[name]
         assert after.dtype == before.dtype
         assert torch.equal(after.view(torch.uint8), before.view(torch.uint8))
 
@@ -143,25 +141,46 @@ def test_a_failed_split_leaves_no_files(tmp_path: Path) -> None:
     files = find_mtp(str(folder), "model")
     shard = folder / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1000])
-    with pytest.raises(SpecServeError, match=r"model\.safetensors: became shorter"):
+    with pytest.raises(SpecServeError, match=r"model/model\.safetensors: .* not fully covered"):
         split_mtp(files, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_memory_does_not_depend_on_the_size_of_tensors(
+def anonymous_bytes() -> int:
+    """This process's memory that is no mapped file."""
+    (line,) = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(line) << 10
+
+
+def test_tensors_are_mapped_into_memory_and_not_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mtp_files, "BUFFER_BYTES", 1 << 20)
-    files = find_mtp(str(write_copy(tmp_path / "model")), "model")
-    large = tmp_path / "large"
-    with large.open("wb") as stream:
-        stream.truncate(64 << 20)
-    tensor = StoredTensor(large, "BF16", (32 << 20,), 0, 64 << 20)
-    tracemalloc.start()
-    split_mtp(replace(files, tensors={"large": tensor}), tmp_path / "out")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 4 << 20
+    folder = write_copy(tmp_path / "model")
+    save_file({"large": torch.ones(64 << 20, dtype=torch.uint8)}, tmp_path / "large")
+    files = replace(find_mtp(str(folder), "model"), tensors={"large": tmp_path / "large"})
+    in_use: list[int] = []
+
+    def save(tensors: dict[str, torch.Tensor], *others: Any) -> None:
+        assert tensors["large"].sum() == 64 << 20  # reads all pages
+        save_file(tensors, *others)
+        in_use.append(anonymous_bytes())
+
+    monkeypatch.setattr("safetensors.torch.save_file", save)
+    before = anonymous_bytes()
+    assert split_mtp(files, tmp_path / "out") == 64 << 20
+    assert in_use[0] - before < 16 << 20
+
+
+def test_a_file_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*_: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", save)
+    with pytest.raises(SpecServeError, match=r"out: No space left on device"):
+        split_mtp(find_mtp(str(MODEL), "model"), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_the_modules_files_are_needed(tmp_path: Path) -> None:
@@ -186,6 +205,15 @@ def garble_shard(folder: Path) -> None:
     (folder / "part-1.safetensors").write_bytes(b"\xff" * 4096)
 
 
+def empty_shard(folder: Path) -> None:
+    (folder / "part-1.safetensors").write_bytes(b"")
+
+
+def put_folder_for_shard(folder: Path) -> None:
+    remove_shard(folder)
+    (folder / "part-1.safetensors").mkdir()
+
+
 def move_shard(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("part-1", "../part-1"))
@@ -206,8 +234,10 @@ def lie_in_index(folder: Path) -> None:
     ("damage", "message"),
     [
         (remove_shard, "with all its files: part-1.safetensors is missing"),
-        (cut_shard, "a whole part-1.safetensors: its end is missing"),
-        (garble_shard, "a whole part-1.safetensors: its header is not safetensors'"),
+        (cut_shard, "a whole part-1.safetensors (Error while deserializing header: incomplete"),
+        (garble_shard, "a whole part-1.safetensors (Error while deserializing header: header too"),
+        (empty_shard, "a whole part-1.safetensors (Error while deserializing header: header too"),
+        (put_folder_for_shard, "a whole part-1.safetensors (No such device"),
         (move_shard, "a model.safetensors.index.json with a `weight_map` of file names"),
         (garble_config, "a config.json that is a JSON object"),
         (lie_in_index, f"{LAYER}another is missing"),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from specserve.core.config import AppConfig, parse
 from specserve.core.errors import PlacementError
 from specserve.core.source_config import DraftModelConfig, MtpConfig
-from specserve.drafters.mtp_files import find_mtp, read_header
+from specserve.drafters.mtp_files import find_mtp
 from specserve.engine.memory_estimate import (
     DrafterMemory,
     NoEstimateError,
@@ -113,18 +115,11 @@ def test_on_cpu_a_few_heads_cache_keys_and_padded_values(
 def test_shapes_give_the_number_of_parameters_that_the_files_have(name: str) -> None:
     card = json.loads((MODELS / name / "config.json").read_text())
     mtp = find_mtp(str(MODELS / name), "").tensors if name == "demo-base" else {}
-    stored = read_header(MODELS / name / "model.safetensors")
-    sizes = {each: num_elements(tensor.shape) for each, tensor in stored.items()}
+    with safe_open(MODELS / name / "model.safetensors", framework="np") as stored:
+        sizes = {each: prod(stored.get_slice(each).get_shape()) for each in stored.offset_keys()}
     assert model_parameters(card).sum() == sum(n for each, n in sizes.items() if each not in mtp)
     if mtp:
         assert mtp_parameters(card).sum() == sum(sizes[each] for each in mtp)
-
-
-def num_elements(shape: tuple[int, ...]) -> int:
-    number = 1
-    for size in shape:
-        number *= size
-    return number
 
 
 @pytest.mark.parametrize(
