@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from specserve.wire.messages import Problem, TextUpdate
+from specserve.wire.messages import Card, Problem, TextUpdate
 
 ALL_TOKENS = 1 << 31
 """More tokens than any text has."""
@@ -59,28 +59,6 @@ class Answer:
     chances: tuple[float, ...] = field(default=(), compare=False)
     begin: int = 0
     problem: Problem = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """Describes a drafter, so that a client can check whether it fits the target.
-
-    Attributes:
-        kind: ``draft_model`` or ``mtp``.
-        model: the checkpoint's path or hub id, for messages.
-        vocab_size: draft tokens are 0 .. ``vocab_size - 1``.
-        tokenizer: hash of the vocabulary, :func:`specserve.drafters.vocabulary.fingerprint`; empty:
-            unknown.
-        hidden_size: width of the hidden states that it needs; 0: none.
-        max_tokens: longest text in tokens.
-    """
-
-    kind: str
-    model: str
-    vocab_size: int
-    tokenizer: str
-    hidden_size: int
-    max_tokens: int
 
 
 class Drafter(Protocol):

@@ -7,12 +7,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from specserve.drafters.base import Card, Row
+from specserve.drafters.base import Row
 from specserve.drafters.causal_model import CausalModel
 from specserve.drafters.drafting import SlotDrafter, Turn
 from specserve.drafters.kv_cache import KVCache, Packed
 from specserve.drafters.slots import Slot, SlotTable
 from specserve.drafters.vocabulary import fingerprint
+from specserve.wire.messages import Card
 
 
 class CausalDrafter(SlotDrafter):

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from specserve.core.types import Int32Array
-from specserve.drafters.base import Answer, Card, Key, Row
+from specserve.drafters.base import Answer, Key, Row
 from specserve.drafters.kv_cache import Packed, Span
 from specserve.drafters.ops import most_likely
 from specserve.drafters.slots import Slot, SlotTable
+from specserve.wire.messages import Card
 
 Guess = tuple[tuple[int, ...], tuple[float, ...]]
 """A draft's tokens, and the model's probability of each, given the tokens before it."""

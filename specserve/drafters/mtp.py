@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DeepseekV3Config
 
 from specserve.core.errors import ConfigError, reason_of
-from specserve.drafters.base import Card, Row
+from specserve.drafters.base import Row
 from specserve.drafters.drafting import Guess, SlotDrafter, Turn
 from specserve.drafters.kv_cache import Packed
 from specserve.drafters.mtp_files import fetch_mtp, find_mtp
@@ -24,6 +24,7 @@ from specserve.drafters.mtp_packing import kernels_of
 from specserve.drafters.mtp_weights import MtpWeights
 from specserve.drafters.slots import Slot, SlotTable
 from specserve.drafters.vocabulary import fingerprint
+from specserve.wire.messages import Card
 
 _CONFIG = {
     "hidden_act": "silu",

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from secrets import token_hex
 
 import numpy as np
@@ -22,10 +21,10 @@ from specserve.drafters.base import Answer, Drafter, Row
 from specserve.drafters.counters import ServerCounters
 from specserve.drafters.router import Arrival, Router
 from specserve.drafters.schedule import Call, Schedule, Task
-from specserve.wire import messages
 from specserve.wire.messages import (
     DraftAnswer,
     DraftRequest,
+    Greeting,
     Hello,
     Reason,
     Refusal,
@@ -162,8 +161,7 @@ class DrafterServer:
         if isinstance(question, Hello):
             if question.replica in self._seats:
                 self._seats[question.replica] = arrival.at
-            card = messages.Card(question.number, self._instance, *astuple(self._card))
-            self._router.reply(name, card)
+            self._router.reply(name, Greeting(question.number, self._instance, self._card))
         else:
             self.counters.num_requests += 1
             self.counters.num_rows += len(question.rows)

@@ -15,7 +15,7 @@ from specserve.core.backoff import Backoff
 from specserve.core.errors import SpecServeError
 from specserve.wire.endpoint import Endpoint
 from specserve.wire.frames import decode_reply, encode
-from specserve.wire.messages import Card, Hello
+from specserve.wire.messages import Card, Greeting, Hello
 
 logger = logging.getLogger(__name__)
 
@@ -209,20 +209,21 @@ class HealthMonitor:
         if self._socket is None or not self._socket.poll(int(HELLO_DOWN_S * 1000)):
             return
         reply = decode_reply(self._socket.recv_multipart())
-        if isinstance(reply, Card):
+        if isinstance(reply, Greeting):
             assert self._endpoint is not None
             self._unanswered_since, self._num_silent_finds = None, 0
-            if mismatch := self._wanted.mismatch(reply):
-                self._refuse(f"{reply.model} at {self._endpoint.place} has {mismatch}")
+            if mismatch := self._wanted.mismatch(reply.card):
+                self._refuse(f"{reply.card.model} at {self._endpoint.place} has {mismatch}")
             else:
                 self._accept(reply, self._endpoint)
 
-    def _accept(self, card: Card, endpoint: Endpoint) -> None:
+    def _accept(self, greeting: Greeting, endpoint: Endpoint) -> None:
         with self._lock:
-            if card.number < self._first_valid or not self._backoff.is_due(time.monotonic()):
+            if greeting.number < self._first_valid or not self._backoff.is_due(time.monotonic()):
                 return
-            if self.peer is None or self.peer.instance != card.instance:
-                self.peer = Peer(endpoint, card.instance, card.max_tokens, self._connection)
+            if self.peer is None or self.peer.instance != greeting.instance:
+                max_tokens = greeting.card.max_tokens
+                self.peer = Peer(endpoint, greeting.instance, max_tokens, self._connection)
                 self._reason = ""
 
     def _refuse(self, reason: str) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from specserve.core.source_config import MAX_DRAFT_TOKENS
 from specserve.core.types import Int32Array
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised with every incompatible change; a part of the drafters' actor names."""
 
 MAX_ROWS = 4096
@@ -37,7 +37,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Asks whether the drafter is alive, and what it is; answered by a :class:`Card`.
+    """Asks whether the drafter is alive, and what it is; answered by a :class:`Greeting`.
 
     The drafter answers between model calls, so the answer is late when drafts would be late.
 
@@ -49,8 +49,29 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     replica: Name = ""
 
 
-class Card(msgspec.Struct, frozen=True, array_like=True, tag="card"):
-    """Describes a drafter; :class:`specserve.drafters.base.Card` explains the last six fields.
+class Card(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Describes a drafter, so that a client can check whether it fits the target.
+
+    Attributes:
+        kind: ``draft_model`` or ``mtp``.
+        model: the checkpoint's path or hub id, for messages.
+        vocab_size: draft tokens are 0 .. ``vocab_size - 1``.
+        tokenizer: hash of the vocabulary, :func:`specserve.drafters.vocabulary.fingerprint`; empty:
+            unknown.
+        hidden_size: width of the hidden states that it needs; 0: none.
+        max_tokens: longest text in tokens.
+    """
+
+    kind: Name
+    model: Name
+    vocab_size: Position
+    tokenizer: Name
+    hidden_size: Width
+    max_tokens: Position
+
+
+class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="greeting"):
+    """Answers a :class:`Hello`.
 
     Attributes:
         instance: random name of the process; if it changes, all texts have been forgotten.
@@ -58,12 +79,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True, tag="card"):
 
     number: Number
     instance: Name
-    kind: Name
-    model: Name
-    vocab_size: Position
-    tokenizer: Name
-    hidden_size: Width
-    max_tokens: Position
+    card: Card
 
 
 class RowHead(msgspec.Struct, frozen=True, array_like=True):
@@ -176,4 +192,4 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
 
 
 Question = Hello | DraftRequest
-Reply = Card | DraftAnswer | Refusal
+Reply = Greeting | DraftAnswer | Refusal

@@ -9,9 +9,9 @@ from specserve.drafters.server import DrafterServer
 from specserve.wire.endpoint import Endpoint
 from specserve.wire.frames import decode_reply, encode
 from specserve.wire.messages import (
-    Card,
     DraftAnswer,
     DraftRequest,
+    Greeting,
     Hello,
     Question,
     Refusal,
@@ -67,7 +67,7 @@ class Client:
     def ping(self, replica: str = "") -> None:
         """Waits until the server has read all earlier messages."""
         self.send(Hello(99, replica=replica))
-        assert isinstance(self.receive(), Card)
+        assert isinstance(self.receive(), Greeting)
 
     def close(self) -> None:
         self._socket.close()

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specserve.core.types import Int32Array
-from specserve.drafters.base import Answer, Card, Key, Row
+from specserve.drafters.base import Answer, Key, Row
+from specserve.wire.messages import Card
 
 VOCAB_SIZE = 1000
 WAIT_S = 20.0

@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM
 from specserve.core.errors import ConfigError
 from specserve.core.types import Int32Array
 from specserve.drafters import slots
-from specserve.drafters.base import Answer, Card, Row
+from specserve.drafters.base import Answer, Row
 from specserve.drafters.causal import CausalDrafter
 from specserve.drafters.causal_model import CausalModel
 from specserve.drafters.kv_cache import KVCache, Packed
 from specserve.drafters.schedule import Call, Task
+from specserve.wire.messages import Card
 
 MODEL = str(Path(__file__).parents[2] / "configs/models/demo-draft")
 CPU = torch.device("cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -262,7 +261,7 @@ def test_without_the_last_state_nothing_is_drafted(drafter: MtpDrafter) -> None:
 
 
 def test_drafts_end_at_max_tokens(loaded: MtpDrafter) -> None:
-    card = dataclasses.replace(loaded.card, max_tokens=100)
+    card = replace(loaded.card, max_tokens=100)
     drafter = MtpDrafter(loaded.module, card, NUM_SLOTS)
     assert drafter.draft([row(98, drafts=5)]) == [Answer(97, texts()[0].draft(98, 2))]
     assert drafter.draft([row(100, start=97)]) == [Answer(99)]

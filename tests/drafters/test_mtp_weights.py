@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -123,7 +124,7 @@ def test_a_split_module_is_the_same_bit_by_bit(tmp_path: Path, fp8: bool) -> Non
 def test_a_split_module_drafts_alone(tmp_path: Path) -> None:
     split_mtp(find_mtp(str(MODEL), "model"), tmp_path / "out")
     whole, alone = load(MODEL), load(tmp_path / "out")
-    assert replace(alone.card, model=str(MODEL)) == whole.card
+    assert msgspec.structs.replace(alone.card, model=str(MODEL)) == whole.card
     text = texts()[0]
     row = Row(
         key=(b"", 0),

@@ -14,7 +14,7 @@ import zmq
 from specserve.drafters.server import DrafterServer
 from specserve.wire.endpoint import Endpoint
 from specserve.wire.frames import decode_reply, encode
-from specserve.wire.messages import Card, DraftRequest, Hello, TextRow
+from specserve.wire.messages import DraftRequest, Greeting, Hello, TextRow
 from tests.drafters.fakes import WAIT_S, FakeDrafter
 from tests.integration.cluster import eventually
 
@@ -55,7 +55,7 @@ def greet(server: DrafterServer) -> None:
     with connected(Endpoint.parse(server.address)) as client:
         client.send_multipart(encode(Hello(7)))
         assert client.poll(int(WAIT_S * 1000)), "no answer"
-        assert isinstance(decode_reply(client.recv_multipart()), Card)
+        assert isinstance(decode_reply(client.recv_multipart()), Greeting)
 
 
 def await_refused(server: DrafterServer, number: int) -> None:

@@ -22,8 +22,8 @@ from specserve.drafters.server import (
 )
 from specserve.wire.frames import encode
 from specserve.wire.messages import (
-    Card,
     DraftAnswer,
+    Greeting,
     Hello,
     Refusal,
     RowAnswer,
@@ -76,12 +76,11 @@ def hold(drafter: FakeDrafter, client: Client) -> None:
 def test_a_hello_gets_the_card(connect: Connect) -> None:
     client = connect(b"a")
     client.send(Hello(7))
-    card = client.receive()
-    assert isinstance(card, Card)
-    assert (card.number, card.kind) == (7, "draft_model")
-    assert (card.vocab_size, card.hidden_size) == (VOCAB_SIZE, 0)
+    greeting = client.receive()
+    assert isinstance(greeting, Greeting)
+    assert (greeting.number, greeting.card) == (7, FakeDrafter().card)
     client.send(Hello(8))
-    assert client.receive() == msgspec.structs.replace(card, number=8)
+    assert client.receive() == msgspec.structs.replace(greeting, number=8)
 
 
 def test_a_replica_keeps_its_seat_while_it_sends_hellos(

@@ -30,12 +30,13 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from specserve.compare.machine import circumstances
-from specserve.drafters.base import Card, Row
+from specserve.drafters.base import Row
 from specserve.drafters.kv_cache import Packed, Span
 from specserve.drafters.mtp import MtpDrafter
 from specserve.drafters.mtp_files import find_mtp
 from specserve.drafters.mtp_module import MtpModule
 from specserve.drafters.mtp_weights import MtpWeights
+from specserve.wire.messages import Card
 from tests.peers.tables import print_rows
 
 CONTEXTS = (100, 1_000, 4_000, 32_000)

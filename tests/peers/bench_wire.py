@@ -25,10 +25,11 @@ from specserve.compare.machine import circumstances
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.core.types import DraftBatch, HiddenStates, RequestControls
-from specserve.drafters.base import Answer, Card, Key, Row
+from specserve.drafters.base import Answer, Key, Row
 from specserve.drafters.server import DrafterServer
 from specserve.sources.base import SourceContext
 from specserve.sources.remote import DrafterClient
+from specserve.wire.messages import Card
 from tests.peers.tables import print_rows
 
 VOCAB_SIZE, NEW_TOKENS, DRAFT_LEN = 1 << 17, 2, 3

@@ -6,8 +6,8 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from specserve.core.errors import EngineError
@@ -80,7 +80,7 @@ def test_a_silent_drafter_is_reported_before_find_returns(
 ) -> None:
     monkeypatch.setattr(health_monitor, "SILENT_S", 0.3)
     drafter, is_closed, may_find = FakeDrafter(), threading.Event(), threading.Event()
-    drafter.card = replace(drafter.card, vocab_size=500)
+    drafter.card = msgspec.structs.replace(drafter.card, vocab_size=500)
     server = DrafterServer(drafter)
 
     def find() -> str:

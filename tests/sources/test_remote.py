@@ -6,8 +6,8 @@ import math
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -148,7 +148,7 @@ def test_a_text_that_the_drafter_lost_is_sent_again(served: Replica, drafter: Fa
 def test_a_text_too_long_for_the_drafter_is_not_sent(
     stack: ExitStack, place: Place, drafter: FakeDrafter
 ) -> None:
-    drafter.card = replace(drafter.card, max_tokens=20)
+    drafter.card = msgspec.structs.replace(drafter.card, max_tokens=20)
     serve(stack, place, drafter)
     made = replica(stack, place)
     made.until_up()

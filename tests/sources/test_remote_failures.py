@@ -24,9 +24,9 @@ from specserve.sources.remote import FEED_TOKENS, NEAR_TOKENS
 from specserve.wire.frames import Frame, decode_question, decode_reply, encode
 from specserve.wire.messages import (
     LAST,
-    Card,
     DraftAnswer,
     DraftRequest,
+    Greeting,
     Hello,
     Reply,
     RowAnswer,
@@ -282,8 +282,8 @@ class FakeServer:
             except WireError:
                 continue
             if isinstance(question, Hello):
-                card = Card(question.number, "x", "draft_model", "m", VOCAB_SIZE, "", 0, 1000)
-                self._socket.send_multipart([client, *encode(card)])
+                greeting = Greeting(question.number, "x", FakeDrafter().card)
+                self._socket.send_multipart([client, *encode(greeting)])
             else:
                 self.num_requests += 1
                 for answer in self._answers(question):

@@ -19,6 +19,7 @@ from specserve.wire.messages import (
     Card,
     DraftAnswer,
     DraftRequest,
+    Greeting,
     Hello,
     Question,
     Refusal,
@@ -28,7 +29,14 @@ from specserve.wire.messages import (
 )
 
 HIDDEN_SIZE = 3
-CARD = Card(7, "abc", "mtp", "/models/m", 100, "", HIDDEN_SIZE, 4096)
+CARD = Card(
+    kind="mtp",
+    model="/models/m",
+    vocab_size=100,
+    tokenizer="",
+    hidden_size=HIDDEN_SIZE,
+    max_tokens=4096,
+)
 QUESTIONS: list[Question] = [
     Hello(1),
     DraftRequest(number=3, budget_s=0.0, rows=(), forget=(5, 6)),
@@ -50,7 +58,7 @@ QUESTIONS: list[Question] = [
     ),
 ]
 REPLIES: list[Reply] = [
-    CARD,
+    Greeting(7, "abc", CARD),
     DraftAnswer(3, (RowAnswer(5), RowAnswer(0, (1, 2)), RowAnswer(7, problem="unfit")), 0.1),
     Refusal(4, "expired"),
 ]
@@ -246,6 +254,15 @@ def test_two_rows_of_one_text_are_refused() -> None:
     header = msgspec.msgpack.encode(["draft", 1, 0.1, [row, row], []])
     with pytest.raises(WireError, match="two rows"):
         decode_question([header, b"", b""])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kind": "m" * 4097}, {"vocab_size": -1}, {"hidden_size": MAX_STATE_BYTES}]
+)
+def test_a_card_with_a_value_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
+    (frame,) = encode(Greeting(7, "abc", msgspec.structs.replace(CARD, **changes)))
+    with pytest.raises(WireError, match="no reply"):
+        decode_reply([frame])
 
 
 def test_an_answer_with_a_negative_token_is_refused() -> None:
