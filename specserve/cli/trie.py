@@ -125,14 +125,9 @@ def _purge(args: argparse.Namespace) -> int:
 
 
 def _warm(args: argparse.Namespace) -> int:
-    from specserve.cli.warm import Warmup
+    from specserve.cli.warm import warm
 
-    warmup = Warmup.of(args.config, args.application, args.tenant, args.adapter)
-    num_texts = warmup.check(args.file)
-    with connected(args.address):
-        num_tokens = warmup.run(args.file, num_texts)
-    print(f"{num_tokens:,} tokens of {num_texts:,} texts taught to {warmup.namespace}")
-    return 0
+    return warm(args.config, args.file, args.application, args.tenant, args.adapter, args.address)
 
 
 def _for_each(address: str, run: Callable[[RemoteStore], str]) -> int:

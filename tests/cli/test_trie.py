@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,18 +13,22 @@ from typing import Any
 import pytest
 import yaml
 
-from specserve.cli import trie
+from specserve.cli import trie, warm
 from specserve.cli.main import main
-from specserve.cli.warm import Warmup
+from specserve.compare.prompts import load_tokenizer
 from specserve.core.config import ModelConfig
 from specserve.core.errors import SnapshotError
+from specserve.core.source_config import TrieConfig
 from specserve.engine.checkpoint import model_identity
+from specserve.engine.cluster_memory import store_options
 from specserve.trie.namespaces import namespace
+from specserve.trie.records import Record
 from specserve.trie.snapshot_keeper import SnapshotStats
-from specserve.trie.store import StoreStats
-from specserve.trie.warm_texts import WarmText
+from specserve.trie.store import StoreOptions, StoreStats, TrieStore
+from tests.trie.texts import DirectClient, call
 
 MODEL = str(Path(__file__).parents[2] / "configs/models/demo-draft")
+VOCAB_SIZE = 4096
 NOWHERE = ("--address", "127.0.0.1:1")  # nothing listens there
 KEYS = [{"env": "A_KEY", "tenant": "team-a"}, {"env": "B_KEY", "tenant": "team-b"}]
 
@@ -230,30 +235,61 @@ def test_a_purge_that_finds_nothing_says_so(
     assert ("no text of tenant team-a was found" in printed) == (not found)
 
 
-def test_warm_texts_have_the_namespace_of_their_requests(tmp_path: Path) -> None:
+def warmed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, config: Path, *options: str, lines: Sequence[Any]
+) -> list[Record]:
+    """Runs ``warm`` with the application's store in this process; returns the store's records."""
     identity = model_identity(ModelConfig(path=MODEL))
-    plain = Warmup.of(serve_file(tmp_path, {}), "", "", "")
+    store = TrieStore(StoreOptions(fingerprint=identity, vocab_size=VOCAB_SIZE))
+    expected = store_options(TrieConfig(kind="trie"), identity, VOCAB_SIZE)
+
+    def connect(used: StoreOptions) -> DirectClient:
+        assert used == expected
+        return DirectClient(store)
+
+    monkeypatch.setattr(warm, "connected", lambda address: nullcontext())
+    monkeypatch.setattr(warm, "list_stores", lambda: [expected.name])
+    monkeypatch.setattr(warm, "RayStoreClient", connect)
+    file = texts(folder, *lines)
+    assert main(["trie", "warm", str(file), "--config", str(config), *options]) == 0
+    return store.exchange(call(fingerprint=identity)).records
+
+
+def test_warm_texts_have_the_namespace_of_their_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    identity = model_identity(ModelConfig(path=MODEL))
+    lines = [{"token_ids": [1, 2, 3]}]
+    (plain,) = warmed(tmp_path, monkeypatch, serve_file(tmp_path, {}), lines=lines)
     assert plain.namespace == namespace(identity)
-    assert plain.store.fingerprint == identity
+    assert capsys.readouterr().out == f"3 tokens of 1 texts taught to {plain.namespace}\n"
     lora = {"enable_lora": True}
     path = serve_file(tmp_path, {}, {"http": {"api_keys": KEYS}, "engine": {"vllm": lora}})
-    taught = Warmup.of(path, "app1", "team-b", "an-adapter")
+    owner = ("--application", "app1", "--tenant", "team-b", "--adapter", "an-adapter")
+    (taught,) = warmed(tmp_path, monkeypatch, path, *owner, lines=lines)
     assert taught.namespace == namespace(identity, "an-adapter", "team-b")
 
 
-def test_warm_texts_have_the_tokens_of_requests(tmp_path: Path) -> None:
+def test_warm_texts_have_the_tokens_of_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Without dialogues, the chat template may be on another machine.
-    elsewhere = {"engine": {"vllm": {"chat_template": "elsewhere/chat.jinja"}}}
-    warmup = Warmup.of(serve_file(tmp_path, elsewhere), "", "", "")
-    encode = warmup.tokenizer.encode
+    elsewhere = serve_file(
+        tmp_path, {"engine": {"vllm": {"chat_template": "elsewhere/chat.jinja"}}}
+    )
+    lines = [
+        {"prompt": "def f(", "completion": "x):"},
+        {"text": "return x"},
+        {"token_ids": [7, 8]},
+    ]
+    both, completion, given = warmed(tmp_path, monkeypatch, elsewhere, lines=lines)
+    encode: Any = load_tokenizer(MODEL).encode
 
-    tokens, num_prompt_tokens = WarmText(prompt="def f(", completion="x):").tokens(warmup.tokenizer)
-    assert tokens[:num_prompt_tokens].tolist() == encode("def f(")
-    assert tokens[num_prompt_tokens:].tolist() == encode("x):", add_special_tokens=False)
+    tokens = both.token_array().tolist()
+    assert tokens[: both.num_prompt_tokens] == encode("def f(")
+    assert tokens[both.num_prompt_tokens :] == encode("x):", add_special_tokens=False)
 
-    tokens, num_prompt_tokens = WarmText(completion="return x").tokens(warmup.tokenizer)
-    assert tokens.tolist() == encode("return x", add_special_tokens=False)
-    assert num_prompt_tokens == 0
+    assert completion.token_array().tolist() == encode("return x", add_special_tokens=False)
+    assert completion.num_prompt_tokens == 0
 
-    tokens, num_prompt_tokens = WarmText(token_ids=(7, 8)).tokens(warmup.tokenizer)
-    assert (tokens.tolist(), num_prompt_tokens) == ([7, 8], 0)
+    assert (given.token_array().tolist(), given.num_prompt_tokens) == ([7, 8], 0)
