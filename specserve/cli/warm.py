@@ -18,7 +18,7 @@ from specserve.engine.cluster_memory import shared_trie, store_options
 from specserve.serve.config_file import Application, read
 from specserve.trie.namespaces import namespace, shard_of
 from specserve.trie.store_actor import RayStoreClient, list_stores
-from specserve.trie.text_writer import write_texts
+from specserve.trie.text_writer import TextWriter
 from specserve.trie.warm_texts import read_file
 
 
@@ -64,7 +64,7 @@ def warm(path: Path, file: Path, application: str, tenant: str, adapter: str, ad
         texts, console = read_file(file, vocab_size), Console(stderr=True)
         shown = track(texts, "warming", num_texts, console=console, transient=True)
         tokens = (text.tokens(tokenizer) for text in shown)
-        num_tokens = write_texts(RayStoreClient(store), store, name, tokens)
+        num_tokens = TextWriter(RayStoreClient(store), store).write_many(name, tokens)
     print(f"{num_tokens:,} tokens of {num_texts:,} texts taught to {name}")
     return 0
 

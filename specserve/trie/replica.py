@@ -54,14 +54,12 @@ class ReplicaOptions:
         interval_s: time from the start of one call to the next while no records wait, in seconds;
             :data:`ALONE_FACTOR` times as long while no other replica runs.
         deadline_s: timeout of a call, in seconds.
-        reads: whether it receives the records of other replicas.
     """
 
     fingerprint: str
     max_bytes: int = 64 << 20
     interval_s: float = 0.1
     deadline_s: float = 2.0
-    reads: bool = True
 
 
 class TrieReplica:
@@ -135,11 +133,6 @@ class TrieReplica:
         return not self._thread.is_alive() and self._oldest_unsent == inf
 
     @property
-    def has_unsent(self) -> bool:
-        """Whether published records are still unsent; only for the thread that takes the turns."""
-        return bool(self._queue) or not self._outbox.is_empty
-
-    @property
     def dropped_tokens(self) -> int:
         """Own tokens that no other replica gets: the queue or the outbox was full."""
         return self._num_dropped + self._outbox.dropped_tokens
@@ -150,7 +143,7 @@ class TrieReplica:
         return max(0.0, time.time() - self._oldest_unsent)
 
     def take_turn(self) -> float:
-        """Makes one call to the store. The thread does this; without a thread, the caller does.
+        """Makes one call to the store; the thread does this.
 
         Returns:
             Time from the start of this turn to the next, in seconds.
@@ -185,7 +178,7 @@ class TrieReplica:
             self.epoch,
             self._position,
             records,
-            BATCH_BYTES if self._options.reads else 0,
+            BATCH_BYTES,
         )
         deadline_s = min(self._options.deadline_s, self._last_call_at - time.monotonic())
         try:
@@ -205,8 +198,7 @@ class TrieReplica:
             if self._outbox.receive(record):
                 self._apply_one(record)
         self._note_progress(reply)
-        has_more = not self._outbox.is_empty or (self._options.reads and reply.behind)
-        if has_more:
+        if reply.behind or not self._outbox.is_empty:
             return 0.0
         return self._options.interval_s * (ALONE_FACTOR if reply.is_alone else 1.0)
 

@@ -17,72 +17,19 @@ from specserve.trie.records import (
     TextPiece,
     records_of,
 )
-from specserve.trie.replica import ReplicaOptions, TrieReplica
+from specserve.trie.replica import BATCH_BYTES
 from specserve.trie.store import StoreOptions
 
 _END = 1 << 62
 """A position after the end of any log."""
 
-_CALL_S, _PATIENCE_S = 10.0, 60.0
-_TEXTS_AT_ONCE, _TOKENS_AT_ONCE = 256, 1 << 20
+_CALL_S, _PATIENCE_S, _RETRY_S = 10.0, 60.0, 0.5
 _LOG_SHARE = 4
 """Texts of one call take at most a quarter of the log, which drops its oldest records for them."""
 
 
-def write_texts(
-    client: StoreClient,
-    options: StoreOptions,
-    namespace: str,
-    texts: Iterable[tuple[Int32Array, int]],
-) -> int:
-    """Writes texts to the store in several calls; returns how many tokens the store has taken.
-
-    Args:
-        texts: tokens, int32 ``[n]``, and how many of the first ones are prompt.
-
-    Raises:
-        StoreError: the store refuses, has not answered for a minute, or texts were dropped.
-    """
-    replica = TrieReplica(
-        client,
-        lambda record: None,
-        ReplicaOptions(
-            fingerprint=options.fingerprint,
-            deadline_s=_CALL_S,
-            reads=False,
-        ),
-    )
-    num_tokens = num_unsent = 0
-    for number, (tokens, num_prompt_tokens) in enumerate(texts, start=1):
-        name = f"{replica.origin}-{number}"
-        replica.publish(TextPiece(namespace, name, 0, tokens, num_prompt_tokens, final=True))
-        num_tokens += len(tokens)
-        num_unsent += len(tokens)
-        if number % _TEXTS_AT_ONCE == 0 or num_unsent >= _TOKENS_AT_ONCE:
-            _send(replica)
-            num_unsent = 0
-    _send(replica)
-    if dropped := replica.dropped_tokens:
-        raise StoreError(f"{dropped} of {num_tokens} tokens were dropped before they were sent")
-    return num_tokens
-
-
-def _send(replica: TrieReplica) -> None:
-    """Calls the store until no record waits."""
-    answered_at = time.monotonic()
-    while replica.has_unsent:
-        rest_s = replica.take_turn()
-        if replica.refused:
-            raise StoreError(replica.refused)
-        if replica.up:
-            answered_at = time.monotonic()
-        elif time.monotonic() > answered_at + _PATIENCE_S:
-            raise StoreError(f"the draft memory has not answered for {_PATIENCE_S:g} s")
-        time.sleep(rest_s)
-
-
 class TextWriter:
-    """Writes texts in one call to the store, which takes all of them or none; thread-safe."""
+    """Writes texts to the store; thread-safe."""
 
     def __init__(self, client: StoreClient, options: StoreOptions) -> None:
         self._client = client
@@ -92,7 +39,10 @@ class TextWriter:
         self._lock = threading.Lock()
 
     def write(self, namespace: str, texts: Sequence[tuple[Int32Array, int]]) -> None:
-        """Writes texts: tokens, int32 ``[n]``, and how many of the first ones are prompt.
+        """Writes texts in one call to the store, which takes all of them or none.
+
+        Args:
+            texts: tokens, int32 ``[n]``, and how many of the first ones are prompt.
 
         Raises:
             ConfigError: they are too large for the log; none was written.
@@ -101,11 +51,8 @@ class TextWriter:
         """
         with self._lock:
             records: list[Record] = []
-            for tokens, num_prompt_tokens in texts:
-                number = self._num_records + len(records) + 1
-                name = f"{self._origin}-{number}"
-                piece = TextPiece(namespace, name, 0, tokens, num_prompt_tokens, final=True)
-                records += records_of(self._origin, number, piece)
+            for text in texts:
+                records += self._records(namespace, text, self._num_records + len(records) + 1)
             # The first call has no texts: a store that hangs would still take them later.
             most = self._exchange([]).log_bytes // _LOG_SHARE
             if (size := sum(each.num_bytes for each in records)) > most:
@@ -117,11 +64,64 @@ class TextWriter:
             except StoreError as error:
                 raise StoreError(f"{error}; it has taken all of these texts or none") from error
 
-    def _exchange(self, records: list[Record]) -> ExchangeReply:
+    def write_many(self, namespace: str, texts: Iterable[tuple[Int32Array, int]]) -> int:
+        """Writes any number of texts in several calls; returns their number of tokens.
+
+        Args:
+            texts: as in :meth:`write`.
+
+        Raises:
+            StoreError: the store refuses, has not answered for a minute, or has lost texts.
+        """
+        num_tokens = num_bytes = 0
+        batch: list[Record] = []
+        with self._lock:
+            first = self._num_records + 1
+            for text in texts:
+                for record in self._records(namespace, text, self._num_records + 1):
+                    self._num_records += 1
+                    batch.append(record)
+                    num_tokens += record.num_tokens
+                    num_bytes += record.num_bytes
+                    if num_bytes >= BATCH_BYTES:
+                        self._send(batch, first)
+                        batch, num_bytes = [], 0
+            if batch:
+                self._send(batch, first)
+        return num_tokens
+
+    def _records(self, namespace: str, text: tuple[Int32Array, int], number: int) -> list[Record]:
+        """The records of a text, numbered from ``number``."""
+        tokens, num_prompt_tokens = text
+        name = f"{self._origin}-{number}"
+        piece = TextPiece(namespace, name, 0, tokens, num_prompt_tokens, final=True)
+        return records_of(self._origin, number, piece)
+
+    def _send(self, records: list[Record], first: int) -> None:
+        """Sends records, and checks that a restarted store still has those from ``first`` on."""
+        has_called, last = bool(self._epoch), records[-1].number
+        held = self._exchange(records, _PATIENCE_S).held  # empty if the store has not restarted
+        ours = held.get(self._origin, [])
+        if has_called and held and not any(start <= first and last <= end for start, end in ours):
+            raise StoreError("the draft memory has restarted and lost texts: write them again")
+
+    def _exchange(self, records: list[Record], patience_s: float = 0.0) -> ExchangeReply:
+        """Calls the store, again for ``patience_s`` seconds; it takes repeated records once."""
         request = ExchangeRequest(
             self._options.fingerprint, self._origin, self._epoch, _END, records, max_bytes=0
         )
-        reply = self._client.exchange(request, _CALL_S)
+        give_up_at = time.monotonic() + patience_s
+        while True:
+            try:
+                reply = self._client.exchange(request, _CALL_S)
+                break
+            except StoreError as error:
+                if not patience_s:
+                    raise
+                if time.monotonic() > give_up_at:
+                    reason = f"the draft memory has not answered for {patience_s:g} s"
+                    raise StoreError(reason) from error
+            time.sleep(_RETRY_S)
         if reply.refused:
             raise StoreError(reply.refused)
         self._epoch = reply.epoch

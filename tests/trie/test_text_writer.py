@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from specserve.core.errors import ConfigError, StoreError
 from specserve.core.types import Int32Array
-from specserve.trie import replica, text_writer
+from specserve.trie import text_writer
 from specserve.trie.namespaces import namespace
-from specserve.trie.records import MAX_RECORD_TOKENS, ExchangeReply, ExchangeRequest, Record
-from specserve.trie.replica import ReplicaOptions
+from specserve.trie.records import (
+    MAX_RECORD_TOKENS,
+    RECORD_OVERHEAD_BYTES,
+    ExchangeReply,
+    ExchangeRequest,
+    Record,
+)
 from specserve.trie.store import StoreOptions, TrieStore
-from specserve.trie.text_writer import TextWriter, write_texts
+from specserve.trie.text_writer import TextWriter
 
 NAME = namespace("model")
 OPTIONS = StoreOptions(fingerprint="model", vocab_size=1000)
@@ -39,7 +44,7 @@ class Link:
 
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> Link:
-    monkeypatch.setattr(replica, "MAX_BACKOFF_S", 0.0)
+    monkeypatch.setattr(text_writer, "_RETRY_S", 0.0)
     return Link(TrieStore(OPTIONS))
 
 
@@ -68,7 +73,7 @@ def test_replicas_get_every_text_whole_and_final(link: Link) -> None:
     long = np.arange(2 * MAX_RECORD_TOKENS + 5, dtype=np.int32) % 1000
     short = np.array([1, 2, 3], np.int32)
     written = [(long, MAX_RECORD_TOKENS + 1), (short, 0)]
-    assert write_texts(link, OPTIONS, NAME, written) == len(long) + 3
+    assert TextWriter(link, OPTIONS).write_many(NAME, written) == len(long) + 3
     first, second = texts(link).values()
     assert list(tokens_of(first)) == long.tolist()
     assert [record.start for record in first] == [0, MAX_RECORD_TOKENS, 2 * MAX_RECORD_TOKENS]
@@ -78,42 +83,49 @@ def test_replicas_get_every_text_whole_and_final(link: Link) -> None:
     assert link.store.stats().num_tokens == len(long) + 3
 
 
-def test_many_texts_are_sent_in_batches(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_writer, "_TEXTS_AT_ONCE", 2)
+def test_texts_are_sent_in_batches(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    record_bytes = RECORD_OVERHEAD_BYTES + len("0123456789abcdef-1") + 4
+    monkeypatch.setattr(text_writer, "BATCH_BYTES", 2 * record_bytes)
     held = []
 
     def watched() -> Iterator[tuple[Int32Array, int]]:
-        for text in texts_of(1, 1, 1, 1, 1):
+        for text in texts_of(1, 1, 1, MAX_RECORD_TOKENS + 1, 1):
             held.append(link.store.stats().num_tokens)
             yield text
 
-    assert write_texts(link, OPTIONS, NAME, watched()) == 5
-    assert held == [0, 0, 2, 2, 4]
+    written = MAX_RECORD_TOKENS + 5
+    assert TextWriter(link, OPTIONS).write_many(NAME, watched()) == written
+    assert held == [0, 0, 2, 2, written - 2]
+    assert link.store.stats().num_tokens == written
 
 
 def test_after_a_lost_answer_no_text_is_stored_twice(link: Link) -> None:
     link.failures = 3
-    assert write_texts(link, OPTIONS, NAME, texts_of(2)) == link.store.stats().num_tokens == 2
+    assert (
+        TextWriter(link, OPTIONS).write_many(NAME, texts_of(2))
+        == link.store.stats().num_tokens
+        == 2
+    )
 
 
 def test_a_writer_receives_no_texts_of_others(link: Link) -> None:
     for size in (3, 2):
-        write_texts(link, OPTIONS, NAME, texts_of(size))
+        TextWriter(link, OPTIONS).write_many(NAME, texts_of(size))
     assert link.num_received == 0
     assert link.store.stats().num_tokens == 5
 
 
 def test_a_store_without_answers_is_an_error(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_writer, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(text_writer, "_PATIENCE_S", 0.01)
     link.failures = 1_000_000_000
     with pytest.raises(StoreError, match="has not answered for"):
-        write_texts(link, OPTIONS, NAME, texts_of(2))
+        TextWriter(link, OPTIONS).write_many(NAME, texts_of(2))
 
 
 def test_a_store_of_another_model_stores_nothing(link: Link) -> None:
     other = StoreOptions(fingerprint="another model", vocab_size=1000)
     with pytest.raises(StoreError, match="must not mix"):
-        write_texts(link, other, NAME, texts_of(1))
+        TextWriter(link, other).write_many(NAME, texts_of(1))
     assert not texts(link)
 
 
@@ -173,24 +185,33 @@ def test_a_writer_of_another_model_is_refused(link: Link) -> None:
     assert not texts(link)
 
 
-def test_texts_beyond_the_batch_size_are_all_sent(
+def test_a_restarted_store_that_lost_texts_is_an_error(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_writer, "_TOKENS_AT_ONCE", 5)
-    held = []
+    monkeypatch.setattr(text_writer, "BATCH_BYTES", 1)
 
     def watched() -> Iterator[tuple[Int32Array, int]]:
-        for text in texts_of(2, 4, 1, 9):
-            held.append(link.store.stats().num_tokens)
-            yield text
+        yield from texts_of(1)
+        link.store = TrieStore(OPTIONS)
+        yield from texts_of(1)
 
-    assert write_texts(link, OPTIONS, NAME, watched()) == 16
-    assert held == [0, 0, 6, 6]
+    with pytest.raises(StoreError, match="restarted and lost texts"):
+        TextWriter(link, OPTIONS).write_many(NAME, watched())
 
 
-def test_text_that_is_dropped_unsent_is_an_error(
-    link: Link, monkeypatch: pytest.MonkeyPatch
+def test_a_restarted_store_that_still_has_all_texts_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_writer, "ReplicaOptions", partial(ReplicaOptions, max_bytes=1 << 16))
-    with pytest.raises(StoreError, match=r"\d+ of 60000 tokens were dropped"):
-        write_texts(link, OPTIONS, NAME, texts_of(30_000, 30_000))
+    monkeypatch.setattr(text_writer, "BATCH_BYTES", 1)
+    options = StoreOptions(fingerprint="model", vocab_size=1000, snapshot_url=str(tmp_path))
+    link = Link(TrieStore(options))
+
+    def watched() -> Iterator[tuple[Int32Array, int]]:
+        yield from texts_of(1)
+        link.store.close()
+        link.store = TrieStore(options)
+        yield from texts_of(1)
+
+    assert TextWriter(link, options).write_many(NAME, watched()) == 2
+    assert link.store.stats().num_tokens == 2
+    link.store.close()
