@@ -125,9 +125,6 @@ LONG = {
     "test_a_full_disk_fails_the_new_snapshot_and_keeps_the_old_one": (
         "tests/trie/test_snapshot_keeper.py has a snapshot that cannot be written."
     ),
-    "integration/nodes/test_trie_store.py::test_a_replica_of_another_model_is_refused": (
-        "tests/trie/test_store.py refuses another fingerprint."
-    ),
     "integration/nodes/test_trie_store.py::"
     "test_unordered_repeated_and_out_of_vocabulary_records_do_no_harm": (
         "tests/trie/test_store.py has such records."

@@ -64,7 +64,7 @@ def warm(path: Path, file: Path, application: str, tenant: str, adapter: str, ad
         texts, console = read_file(file, vocab_size), Console(stderr=True)
         shown = track(texts, "warming", num_texts, console=console, transient=True)
         tokens = (text.tokens(tokenizer) for text in shown)
-        num_tokens = TextWriter(RayStoreClient(store), store).write_many(name, tokens)
+        num_tokens = TextWriter(RayStoreClient(store)).write_many(name, tokens)
     print(f"{num_tokens:,} tokens of {num_texts:,} texts taught to {name}")
     return 0
 

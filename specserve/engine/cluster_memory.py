@@ -53,7 +53,7 @@ class ClusterMemory:
         self._links = []
         for shard in range(config.num_store_shards):
             store = store_options(config, model_identity, vocab_size, shard)
-            options = ReplicaOptions(fingerprint=model_identity, max_bytes=store.max_bytes)
+            options = ReplicaOptions(max_bytes=store.max_bytes)
             self._links.append(TrieReplica(connect(store), learner.apply, options))
         for link in self._links:
             link.start()

@@ -68,7 +68,7 @@ class TenantMemory:
         self._reader = reader
         self._find = find
         self._running = running
-        self._writers = [TextWriter(connect(each), each) for each in stores]
+        self._writers = [TextWriter(connect(each)) for each in stores]
 
     def read(self, body: bytes) -> list[Tokens]:
         """Reads texts from JSON lines; see :func:`read_texts`. For one thread at a time.

@@ -157,7 +157,6 @@ class ExchangeRequest(msgspec.Struct, frozen=True, array_like=True):
     """A replica's call: sends records to the store, and reads on in its log.
 
     Attributes:
-        fingerprint: identity of the replica's model and tokenizer.
         origin: the replica; the reply leaves out its own records.
         epoch: the store's epoch that the replica knows; empty before the first reply.
         position: position in that epoch's log to read from.
@@ -165,7 +164,6 @@ class ExchangeRequest(msgspec.Struct, frozen=True, array_like=True):
         max_bytes: bytes of records in the reply, which may exceed it by one record.
     """
 
-    fingerprint: str
     origin: str
     epoch: str
     position: int

@@ -56,7 +56,6 @@ class ReplicaOptions:
         deadline_s: timeout of a call, in seconds.
     """
 
-    fingerprint: str
     max_bytes: int = 64 << 20
     interval_s: float = 0.1
     deadline_s: float = 2.0
@@ -172,14 +171,7 @@ class TrieReplica:
 
     def _exchange(self) -> float:
         records = self._outbox.pending(BATCH_BYTES)
-        request = ExchangeRequest(
-            self._options.fingerprint,
-            self.origin,
-            self.epoch,
-            self._position,
-            records,
-            BATCH_BYTES,
-        )
+        request = ExchangeRequest(self.origin, self.epoch, self._position, records, BATCH_BYTES)
         deadline_s = min(self._options.deadline_s, self._last_call_at - time.monotonic())
         try:
             reply = self._client.exchange(request, max(0.0, deadline_s))

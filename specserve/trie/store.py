@@ -37,7 +37,8 @@ class StoreOptions:
     """Options of a store.
 
     Attributes:
-        fingerprint: identity of the model and tokenizer; replicas with another one are refused.
+        fingerprint: identity of the model and tokenizer. It is part of the store's name, so that
+            replicas of another model use another store: their tokens must not mix.
         shard: index of the store; each store of a model holds other namespaces.
         max_bytes: memory of the log, in bytes.
         snapshot_url: folder of the snapshot, a path or a URL; empty for no snapshot.
@@ -127,8 +128,6 @@ class TrieStore:
     def exchange(self, request: ExchangeRequest) -> ExchangeReply:
         """Stores a replica's records and replies with the records of other replicas."""
         with self._lock:
-            if request.fingerprint != self._options.fingerprint:
-                return self._refuse(request)
             is_new = request.epoch != self.epoch
             self._forget_silent_callers()
             self._last_seen[request.origin] = time.monotonic()
@@ -228,14 +227,6 @@ class TrieStore:
     def _forget_silent_callers(self) -> None:
         since = time.monotonic() - SEEN_S
         self._last_seen = {origin: at for origin, at in self._last_seen.items() if at > since}
-
-    def _refuse(self, request: ExchangeRequest) -> ExchangeReply:
-        reason = (
-            f"this draft memory is of {self._options.fingerprint}, and the replica "
-            f"{request.origin} of {request.fingerprint}: their tokens must not mix"
-        )
-        logger.warning("Refused: %s", reason)
-        return ExchangeReply(epoch=self.epoch, refused=reason)
 
     def _state(self) -> LogState:
         with self._lock:

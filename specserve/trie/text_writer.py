@@ -18,7 +18,6 @@ from specserve.trie.records import (
     records_of,
 )
 from specserve.trie.replica import BATCH_BYTES
-from specserve.trie.store import StoreOptions
 
 _END = 1 << 62
 """A position after the end of any log."""
@@ -31,9 +30,8 @@ _LOG_SHARE = 4
 class TextWriter:
     """Writes texts to the store; thread-safe."""
 
-    def __init__(self, client: StoreClient, options: StoreOptions) -> None:
+    def __init__(self, client: StoreClient) -> None:
         self._client = client
-        self._options = options
         self._origin = uuid.uuid4().hex[:16]
         self._epoch, self._num_records = "", 0
         self._lock = threading.Lock()
@@ -107,9 +105,7 @@ class TextWriter:
 
     def _exchange(self, records: list[Record], patience_s: float = 0.0) -> ExchangeReply:
         """Calls the store, again for ``patience_s`` seconds; it takes repeated records once."""
-        request = ExchangeRequest(
-            self._options.fingerprint, self._origin, self._epoch, _END, records, max_bytes=0
-        )
+        request = ExchangeRequest(self._origin, self._epoch, _END, records, max_bytes=0)
         give_up_at = time.monotonic() + patience_s
         while True:
             try:

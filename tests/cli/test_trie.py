@@ -252,7 +252,7 @@ def warmed(
     monkeypatch.setattr(warm, "RayStoreClient", connect)
     file = texts(folder, *lines)
     assert main(["trie", "warm", str(file), "--config", str(config), *options]) == 0
-    return store.exchange(call(fingerprint=identity)).records
+    return store.exchange(call()).records
 
 
 def test_warm_texts_have_the_namespace_of_their_requests(

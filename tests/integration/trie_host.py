@@ -65,12 +65,10 @@ def text(sequence: str, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.in
 class Link:
     """One replica: the text that it wrote, and the text that it received."""
 
-    def __init__(self, store: Mapping[str, Any], fingerprint: str) -> None:
-
+    def __init__(self, store: Mapping[str, Any]) -> None:
         self.store = StoreOptions(**store, vocab_size=VOCAB_SIZE)
         self.client = RayStoreClient(self.store)
-        options = ReplicaOptions(fingerprint=fingerprint)
-        self.link = TrieReplica(self.client, self.apply, options)
+        self.link = TrieReplica(self.client, self.apply, ReplicaOptions())
         self.read: dict[str, set[int]] = defaultdict(set)
         self.wrote: dict[str, int] = {}
         self._traffic: threading.Thread | None = None
@@ -118,8 +116,8 @@ class Links:
     def __init__(self) -> None:
         self._links: dict[str, Link] = {}
 
-    def start(self, name: str, store: Mapping[str, Any], fingerprint: str) -> None:
-        self._links[name] = Link(store, fingerprint)
+    def start(self, name: str, store: Mapping[str, Any]) -> None:
+        self._links[name] = Link(store)
 
     def write(self, name: str, sequence: str, num_tokens: int) -> None:
         self._links[name].write(sequence, num_tokens)
@@ -160,7 +158,7 @@ class Links:
             )
             for each in records
         ]
-        request = ExchangeRequest(link.store.fingerprint, SENDER, "", 0, made, 1000)
+        request = ExchangeRequest(SENDER, "", 0, made, 1000)
         link.client.exchange(request, 10)
 
     def ask(self, store: str, question: str, *args: Any) -> Any:

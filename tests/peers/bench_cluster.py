@@ -44,7 +44,7 @@ from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
 from specserve.trie.records import ExchangeRequest, Record
 from specserve.trie.store import TrieStore
-from tests.peers.cluster_costs import FINGERPRINT, STORE, Costs, measure_costs, records_of
+from tests.peers.cluster_costs import STORE, Costs, measure_costs, records_of
 from tests.peers.replay import (
     NAMESPACE,
     Drafter,
@@ -113,9 +113,7 @@ class Replica:
         """Sends new text, and learns the text of the other replicas."""
         behind = 1
         while behind:
-            request = ExchangeRequest(
-                FINGERPRINT, self.name, self._epoch, self._position, self._unsent, 4 << 20
-            )
+            request = ExchangeRequest(self.name, self._epoch, self._position, self._unsent, 4 << 20)
             reply = self._store.exchange(request)
             assert not reply.refused
             self._unsent = []

@@ -26,10 +26,10 @@ from tests.integration.cluster import running_cluster
 from tests.peers.replay import NAMESPACE
 from tests.peers.texts import Text
 
-FINGERPRINT, VOCAB_SIZE = "benchmark", 1 << 20
+VOCAB_SIZE = 1 << 20
 MEMORY_BYTES = 64 << 20
-STORE = StoreOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, max_bytes=64 << 20)
-LINK = ReplicaOptions(fingerprint=FINGERPRINT)
+STORE = StoreOptions(fingerprint="benchmark", vocab_size=VOCAB_SIZE, max_bytes=64 << 20)
+LINK = ReplicaOptions()
 
 _encode = msgspec.msgpack.encode
 _decode_reply = msgspec.msgpack.Decoder(ExchangeReply).decode
@@ -143,7 +143,7 @@ def _as_output(text: Text) -> Text:
 
 
 def _ask(epoch: str, position: int, records: list[Record], origin: str = "reader") -> bytes:
-    return _encode(ExchangeRequest(FINGERPRINT, origin, epoch, position, records, BATCH_BYTES))
+    return _encode(ExchangeRequest(origin, epoch, position, records, BATCH_BYTES))
 
 
 def _exchange(store: TrieStore, request: bytes) -> bytes:

@@ -65,7 +65,7 @@ class Task:
 def write(task: Task, store: StoreOptions) -> dict[str, Any]:
     """Runs replicas with ``STREAMS`` requests each. Returns the age of received tokens."""
     lags_s: list[float] = []
-    options = ReplicaOptions(fingerprint=task.fingerprint)
+    options = ReplicaOptions()
     links = [
         TrieReplica(
             RayStoreClient(store),
@@ -128,14 +128,14 @@ def keep_busy(task: Task, store: StoreOptions) -> dict[str, Any]:
 
     def request(records: int, max_bytes: int) -> bytes:
         made = [msgspec.structs.replace(some, number=next(numbers)) for _ in range(records)]
-        return encode(ExchangeRequest(task.fingerprint, "caller", epoch, 0, made, max_bytes))
+        return encode(ExchangeRequest("caller", epoch, 0, made, max_bytes))
 
     epoch = ""
     first = ray.get(
         actor.exchange_encoded.remote(request(count if not task.record_tokens else 0, 0))
     )
     epoch = msgspec.msgpack.decode(first, type=ExchangeReply).epoch
-    reading = encode(ExchangeRequest(task.fingerprint, "reader", epoch, 0, [], BATCH_BYTES))
+    reading = encode(ExchangeRequest("reader", epoch, 0, [], BATCH_BYTES))
     prepared: deque[bytes] = deque()
     enough = threading.Semaphore(64)
 

@@ -73,7 +73,7 @@ class Stores:
 
     def texts(self, name: str) -> list[list[int]]:
         """The texts of a namespace that a new replica gets."""
-        asked = ExchangeRequest("model", "replica", "", 0, [], 1 << 30)
+        asked = ExchangeRequest("replica", "", 0, [], 1 << 30)
         replies = [each.exchange(asked) for each in self.stores.values()]
         records = [record for each in replies for record in each.records]
         return [each.token_array().tolist() for each in records if each.namespace == name]
@@ -190,7 +190,7 @@ def test_stores_of_an_earlier_configuration_forget_the_texts_too(
         options = StoreOptions(fingerprint=fingerprint, vocab_size=1000, shard=shard)
         stores.stores[options.name] = store = TrieStore(options)
         record = Record("replica", 1, 0.0, OWN["team-a"], "text", "s", 0, b"\1\0\0\0", 0, True)
-        store.exchange(ExchangeRequest(fingerprint, "replica", "", 0, [record], 0))
+        store.exchange(ExchangeRequest("replica", "", 0, [record], 0))
     assert client.get(PATH).json()["tokens"] == 4
     assert client.delete(PATH).json()["forgotten_tokens"] == 4
     assert store.stats().tokens_by_namespace == {OWN["team-a"]: 1}
@@ -212,7 +212,7 @@ def test_a_failing_store_keeps_no_other_store_from_forgetting(
     forget = TrieStore.purge
     monkeypatch.setattr(TrieStore, "purge", purge)
     for store in stores.stores.values():
-        store.exchange(ExchangeRequest("model", "replica", "", 0, [record], 0))
+        store.exchange(ExchangeRequest("replica", "", 0, [record], 0))
     assert "disk full" in error_of(client.delete(PATH), 503)["message"]
     assert stores.tokens() == {}
 

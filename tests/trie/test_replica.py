@@ -10,14 +10,14 @@ import pytest
 
 from specserve.trie import replica as module
 from specserve.trie.namespaces import namespace, tenant_half
-from specserve.trie.records import Record, TextPiece
+from specserve.trie.records import ExchangeReply, Record, TextPiece
 from specserve.trie.replica import ALONE_FACTOR, ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions, TrieStore
 from tests.integration.cluster import eventually
 from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, DirectClient
 
 WAIT_S = 30.0
-OPTIONS = ReplicaOptions(fingerprint=FINGERPRINT, interval_s=0.01)
+OPTIONS = ReplicaOptions(interval_s=0.01)
 
 Texts = dict[tuple[str, str], dict[int, int]]
 """Tokens by position, for each namespace and sequence."""
@@ -110,7 +110,7 @@ def test_a_lone_replica_calls_the_store_less_often(client: DirectClient) -> None
 def test_stop_sends_the_unsent_text(client: DirectClient, start: Start) -> None:
     slow = Replica(
         client,
-        ReplicaOptions(fingerprint=FINGERPRINT, interval_s=3600),
+        ReplicaOptions(interval_s=3600),
     )
     slow.link.start()
     eventually(lambda: slow.link.up, "the first answer", WAIT_S, 0.01)
@@ -146,7 +146,7 @@ def test_text_waits_until_there_is_a_store(
 
 
 def test_without_a_store_memory_is_bounded_and_drops_are_counted() -> None:
-    options = ReplicaOptions(fingerprint=FINGERPRINT, max_bytes=1 << 16)
+    options = ReplicaOptions(max_bytes=1 << 16)
     client = DirectClient()
     replica = Replica(client, options)
     for number in range(100):
@@ -174,19 +174,22 @@ def test_text_is_dropped_if_the_links_thread_is_too_slow(
     assert link.dropped_tokens == 6
 
 
-def test_a_replica_of_another_model_logs_once_and_shares_nothing(
-    client: DirectClient, caplog: pytest.LogCaptureFixture
+def test_a_refused_replica_logs_once_and_calls_rarely(
+    client: DirectClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = ReplicaOptions(fingerprint="another")
-    replica = Replica(client, options)
+    refusal = ExchangeReply(epoch="", refused="its version may be another one")
+    replica = Replica(client)
     replica.write("a", [1])
-    rests_s = [replica.link.take_turn() for _ in range(3)]
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "exchange", lambda request, timeout_s: refusal)
+        rests_s = [replica.link.take_turn() for _ in range(3)]
     assert min(rests_s) > 10
-    assert "another" in replica.link.refused
-    assert not replica.link.up
-    assert client.store is not None
-    assert client.store.stats().num_records == 0
+    assert (replica.link.refused, replica.link.up) == (refusal.refused, False)
     assert [each.name for each in caplog.records].count("specserve.trie.replica") == 1
+    replica.link.take_turn()
+    assert (replica.link.refused, replica.link.up) == ("", True)
+    assert client.store is not None
+    assert client.store.stats().num_tokens == 1
 
 
 def test_a_record_that_cannot_be_applied_is_counted_and_skipped(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +50,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Link:
 
 def texts(link: Link) -> dict[str, list[Record]]:
     """The records that a new replica receives, by sequence."""
-    request = ExchangeRequest("model", "replica", "", 0, [], 1 << 30)
+    request = ExchangeRequest("replica", "", 0, [], 1 << 30)
     found: dict[str, list[Record]] = {}
     for record in link.store.exchange(request).records:
         assert record.namespace == NAME
@@ -73,7 +73,7 @@ def test_replicas_get_every_text_whole_and_final(link: Link) -> None:
     long = np.arange(2 * MAX_RECORD_TOKENS + 5, dtype=np.int32) % 1000
     short = np.array([1, 2, 3], np.int32)
     written = [(long, MAX_RECORD_TOKENS + 1), (short, 0)]
-    assert TextWriter(link, OPTIONS).write_many(NAME, written) == len(long) + 3
+    assert TextWriter(link).write_many(NAME, written) == len(long) + 3
     first, second = texts(link).values()
     assert list(tokens_of(first)) == long.tolist()
     assert [record.start for record in first] == [0, MAX_RECORD_TOKENS, 2 * MAX_RECORD_TOKENS]
@@ -94,23 +94,19 @@ def test_texts_are_sent_in_batches(link: Link, monkeypatch: pytest.MonkeyPatch) 
             yield text
 
     written = MAX_RECORD_TOKENS + 5
-    assert TextWriter(link, OPTIONS).write_many(NAME, watched()) == written
+    assert TextWriter(link).write_many(NAME, watched()) == written
     assert held == [0, 0, 2, 2, written - 2]
     assert link.store.stats().num_tokens == written
 
 
 def test_after_a_lost_answer_no_text_is_stored_twice(link: Link) -> None:
     link.failures = 3
-    assert (
-        TextWriter(link, OPTIONS).write_many(NAME, texts_of(2))
-        == link.store.stats().num_tokens
-        == 2
-    )
+    assert TextWriter(link).write_many(NAME, texts_of(2)) == link.store.stats().num_tokens == 2
 
 
 def test_a_writer_receives_no_texts_of_others(link: Link) -> None:
     for size in (3, 2):
-        TextWriter(link, OPTIONS).write_many(NAME, texts_of(size))
+        TextWriter(link).write_many(NAME, texts_of(size))
     assert link.num_received == 0
     assert link.store.stats().num_tokens == 5
 
@@ -119,18 +115,27 @@ def test_a_store_without_answers_is_an_error(link: Link, monkeypatch: pytest.Mon
     monkeypatch.setattr(text_writer, "_PATIENCE_S", 0.01)
     link.failures = 1_000_000_000
     with pytest.raises(StoreError, match="has not answered for"):
-        TextWriter(link, OPTIONS).write_many(NAME, texts_of(2))
+        TextWriter(link).write_many(NAME, texts_of(2))
 
 
-def test_a_store_of_another_model_stores_nothing(link: Link) -> None:
-    other = StoreOptions(fingerprint="another model", vocab_size=1000)
-    with pytest.raises(StoreError, match="must not mix"):
-        TextWriter(link, other).write_many(NAME, texts_of(1))
-    assert not texts(link)
+@pytest.mark.parametrize("method", [TextWriter.write, TextWriter.write_many])
+def test_a_refusal_is_an_error_at_once(
+    link: Link, monkeypatch: pytest.MonkeyPatch, method: Callable[..., object]
+) -> None:
+    calls = []
+
+    def refuse(request: ExchangeRequest, timeout_s: float) -> ExchangeReply:
+        calls.append(request)
+        return ExchangeReply(epoch="", refused="its version may be another one")
+
+    monkeypatch.setattr(link, "exchange", refuse)
+    with pytest.raises(StoreError, match=r"^its version may be another one$"):
+        method(TextWriter(link), NAME, list(texts_of(1)))
+    assert len(calls) == 1
 
 
 def test_a_writer_can_write_several_times(link: Link) -> None:
-    writer = TextWriter(link, OPTIONS)
+    writer = TextWriter(link)
     long = np.arange(MAX_RECORD_TOKENS + 5, dtype=np.int32) % 1000
     writer.write(NAME, [(long, 3), *texts_of(2)])
     writer.write(NAME, list(texts_of(1)))
@@ -141,7 +146,7 @@ def test_a_writer_can_write_several_times(link: Link) -> None:
 
 
 def test_no_text_is_sent_to_a_store_that_is_silent(link: Link) -> None:
-    writer = TextWriter(link, OPTIONS)
+    writer = TextWriter(link)
     link.failures = 1
     with pytest.raises(StoreError, match=r"^no answer$"):
         writer.write(NAME, list(texts_of(2)))
@@ -161,14 +166,14 @@ def test_a_store_that_stops_answering_may_have_stored_all_texts(
 
     monkeypatch.setattr(link, "exchange", fail_with_texts)
     with pytest.raises(StoreError, match="no answer; it has taken all of these texts or none"):
-        TextWriter(link, OPTIONS).write(NAME, list(texts_of(2, 3)))
+        TextWriter(link).write(NAME, list(texts_of(2, 3)))
     assert link.store.stats().num_tokens == 5
 
 
 def test_one_call_may_write_at_most_a_quarter_of_the_log() -> None:
     started_with = StoreOptions(fingerprint="model", vocab_size=1000, max_bytes=1 << 20)
     link = Link(TrieStore(started_with))
-    writer = TextWriter(link, OPTIONS)
+    writer = TextWriter(link)
     with pytest.raises(
         ConfigError, match=r"bytes of tokens' is not allowed; allowed: at most 2621"
     ):
@@ -176,13 +181,6 @@ def test_one_call_may_write_at_most_a_quarter_of_the_log() -> None:
     assert link.store.stats().num_tokens == 0
     writer.write(NAME, list(texts_of(1 << 15)))
     assert link.store.stats().num_tokens == 1 << 15
-
-
-def test_a_writer_of_another_model_is_refused(link: Link) -> None:
-    other = StoreOptions(fingerprint="another model", vocab_size=1000)
-    with pytest.raises(StoreError, match="must not mix"):
-        TextWriter(link, other).write(NAME, list(texts_of(1)))
-    assert not texts(link)
 
 
 def test_a_restarted_store_that_lost_texts_is_an_error(
@@ -196,7 +194,7 @@ def test_a_restarted_store_that_lost_texts_is_an_error(
         yield from texts_of(1)
 
     with pytest.raises(StoreError, match="restarted and lost texts"):
-        TextWriter(link, OPTIONS).write_many(NAME, watched())
+        TextWriter(link).write_many(NAME, watched())
 
 
 def test_a_restarted_store_that_still_has_all_texts_is_written_to(
@@ -212,6 +210,6 @@ def test_a_restarted_store_that_still_has_all_texts_is_written_to(
         link.store = TrieStore(options)
         yield from texts_of(1)
 
-    assert TextWriter(link, options).write_many(NAME, watched()) == 2
+    assert TextWriter(link).write_many(NAME, watched()) == 2
     assert link.store.stats().num_tokens == 2
     link.store.close()

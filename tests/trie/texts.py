@@ -36,7 +36,6 @@ def purge(number: int = 1, **fields: Any) -> Record:
 
 def call(records: Sequence[Record] = (), **fields: Any) -> ExchangeRequest:
     base: dict[str, Any] = {
-        "fingerprint": FINGERPRINT,
         "origin": "reader",
         "epoch": "",
         "position": 0,

@@ -86,9 +86,9 @@ class Memory:
         options = StoreOptions(vocab_size=VOCAB_SIZE, **self.options)
         self.name, self.file = options.name, Path(options.snapshot_file)
 
-    def replica(self, host: int = 0, fingerprint: str = "") -> Replica:
+    def replica(self, host: int = 0) -> Replica:
         replica = Replica(f"replica-{next(numbers)}", self._hosts[host])
-        assert replica("start", self.options, fingerprint or self.fingerprint) is None
+        assert replica("start", self.options) is None
         self._replicas.append(replica)
         return replica
 
@@ -285,19 +285,6 @@ def test_a_full_disk_fails_the_new_snapshot_and_keeps_the_old_one(
     assert (stats["num_errors"], stats["num_saved"]) == (1, 1)
     memory.process().rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert memory.ask("snapshot_now") > len(before)
-
-
-def test_a_replica_of_another_model_is_refused(start: Start) -> None:
-    memory = start()
-    own, other = memory.replica(0), memory.replica(1, fingerprint="another model")
-    own("write", "a", 10)
-    other("write", "b", 10)
-    other.awaits(lambda link: memory.fingerprint in link["refused"])
-    memory.replica(1).reads({"a": 10})
-    assert other("link")["received_tokens"] == 0
-    assert memory.ask("stats")["num_tokens"] == 10
-    refusals = [line for line in memory.log().splitlines() if "another model" in line]
-    assert "must not mix" in refusals[0]
 
 
 def test_unordered_repeated_and_out_of_vocabulary_records_do_no_harm(start: Start) -> None:
