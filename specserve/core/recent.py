@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,41 +22,40 @@ MAX_REQUESTS = 8
 MAX_STEPS = 48
 """Most requests that the page shows, and most steps of each."""
 
+Tokens = tuple[int, ...]
+T = TypeVar("T", Tokens, str)
 
-class StepCounts(msgspec.Struct, frozen=True):
-    """Counts of one request in one step.
+
+class RecentStep(msgspec.Struct, Generic[T], frozen=True):
+    """One request's part of a step. Its texts are token ids, or strings for the page.
 
     Attributes:
         source: label of the draft; empty: none was verified.
         num_drafted: draft tokens that were verified.
         num_accepted: draft tokens that the target accepted.
         num_new: tokens that the step emitted: the accepted ones and the target's own.
+        accepted: text of the accepted draft tokens. All texts are empty if they are not shown.
+        own: text of the tokens that the target sampled.
+        refused: text of the draft tokens that were not accepted.
     """
 
     source: str
     num_drafted: int
     num_accepted: int
     num_new: int
+    accepted: T
+    own: T
+    refused: T
 
 
-class RecentStep(StepCounts, frozen=True):
-    """Counts of a step, with the emitted tokens and the draft tokens that were not accepted.
-
-    Both are empty if texts are not shown.
-    """
-
-    new: tuple[int, ...] = ()
-    refused: tuple[int, ...] = ()
-
-
-class RecentRequest(msgspec.Struct, frozen=True):
+class RecentRequest(msgspec.Struct, Generic[T], frozen=True):
     """One request's last steps, in their order.
 
     ``request`` is a digest of the request's id, because the client may have chosen the id.
     """
 
     request: str
-    steps: tuple[RecentStep, ...]
+    steps: tuple[RecentStep[T], ...]
 
 
 class Step(NamedTuple):
@@ -83,7 +82,7 @@ class Step(NamedTuple):
     new: Sequence[Sequence[int]] | None = None
     drafted: Int32Array | None = None
 
-    def of_row(self, row: int) -> RecentStep:
+    def of_row(self, row: int) -> RecentStep[Tokens]:
         """The step of one request."""
         source = self.sources[self.which[row]] if self.which[row] >= 0 else ""
         num_drafted, num_accepted = int(self.num_drafted[row]), int(self.num_accepted[row])
@@ -91,7 +90,15 @@ class Step(NamedTuple):
         refused: tuple[int, ...] = ()
         if self.drafted is not None:
             refused = tuple(self.drafted[row, num_accepted:num_drafted].tolist())
-        return RecentStep(source, num_drafted, num_accepted, int(self.num_new[row]), new, refused)
+        return RecentStep(
+            source,
+            num_drafted,
+            num_accepted,
+            int(self.num_new[row]),
+            new[:num_accepted],
+            new[num_accepted:],
+            refused,
+        )
 
 
 class RecentSteps:
@@ -131,9 +138,9 @@ class RecentSteps:
         """Marks requests as finished; their steps stay until newer ones replace them."""
         self._private.difference_update(request_ids)
 
-    def requests(self, tenant: str = "") -> tuple[RecentRequest, ...]:
+    def requests(self, tenant: str = "") -> tuple[RecentRequest[Tokens], ...]:
         """The last requests of ``tenant``, newest first; without API keys the tenant is ``""``."""
-        found: dict[str, list[RecentStep]] = {}
+        found: dict[str, list[RecentStep[Tokens]]] = {}
         for step in reversed(self._steps):
             for row, request_id in enumerate(step.request_ids):
                 if not step.num_new[row]:

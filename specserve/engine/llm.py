@@ -32,7 +32,7 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import EngineError, last_line_of
 from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.openmp import openmp_environment
-from specserve.core.recent import RecentRequest
+from specserve.core.recent import RecentRequest, Tokens
 from specserve.engine.args import serve_namespace, served_engine_args
 from specserve.engine.beams import extend_beam_search
 from specserve.engine.checkpoint import model_identity
@@ -150,12 +150,13 @@ class Engine:
             await self._ask_rank_0("speculation_snapshot"), type=SpeculationSnapshot
         )
 
-    async def recent_requests(self, tenant: str) -> tuple[RecentRequest, ...]:
+    async def recent_requests(self, tenant: str) -> tuple[RecentRequest[Tokens], ...]:
         """A tenant's last requests; empty without draft sources of specserve."""
         if not self._config.has_sources:
             return ()
         return msgspec.json.decode(
-            await self._ask_rank_0("recent_requests", tenant), type=tuple[RecentRequest, ...]
+            await self._ask_rank_0("recent_requests", tenant),
+            type=tuple[RecentRequest[Tokens], ...],
         )
 
     async def _learn(self, tokens: list[int], num_prompt_tokens: int, adapter: str) -> None:

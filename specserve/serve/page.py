@@ -26,7 +26,7 @@ from starlette.responses import Response
 
 from specserve.core.config import AppConfig
 from specserve.core.metrics import SpeculationSnapshot
-from specserve.core.recent import RecentRequest, RecentStep, StepCounts
+from specserve.core.recent import RecentRequest, RecentStep, Tokens
 from specserve.core.source_config import TrieConfig, source_sections
 from specserve.engine.tenants import CURRENT_TENANT
 from specserve.serve.shared import CACHEABLE, Shared
@@ -45,27 +45,6 @@ _CONTEXT_TOKENS = 8
 _TEXTS_CACHED = 16_384
 
 
-class StepView(StepCounts, frozen=True):
-    """One step of a request: its counts, and its texts if ``http.show_text`` is set.
-
-    Attributes:
-        accepted: text of the accepted draft tokens.
-        own: text of the tokens that the target sampled.
-        refused: text of the draft tokens that were not accepted.
-    """
-
-    accepted: str = ""
-    own: str = ""
-    refused: str = ""
-
-
-class RequestView(msgspec.Struct, frozen=True):
-    """One request's last steps."""
-
-    request: str
-    steps: tuple[StepView, ...]
-
-
 class ReplicaView(msgspec.Struct, frozen=True):
     """One replica's counts since it started, and the last requests of the calling tenant.
 
@@ -78,7 +57,7 @@ class ReplicaView(msgspec.Struct, frozen=True):
     num_running: float
     num_waiting: float
     speculation: SpeculationSnapshot
-    requests: tuple[RequestView, ...]
+    requests: tuple[RecentRequest[str], ...]
 
 
 class SpeculationPage:
@@ -179,9 +158,11 @@ class SpeculationPage:
         }
         return msgspec.json.encode(data)
 
-    def _with_texts(self, requests: Sequence[RecentRequest]) -> tuple[RequestView, ...]:
+    def _with_texts(
+        self, requests: Sequence[RecentRequest[Tokens]]
+    ) -> tuple[RecentRequest[str], ...]:
         return tuple(
-            RequestView(each.request, tuple(step_views(each.steps, self._decode)))
+            RecentRequest(each.request, tuple(with_texts(each.steps, self._decode)))
             for each in requests
         )
 
@@ -220,35 +201,30 @@ def _content_security_policy(page: str) -> str:
     )
 
 
-def step_views(
-    steps: Sequence[RecentStep], decode: Callable[[tuple[int, ...]], str] | None
-) -> Iterator[StepView]:
+def with_texts(
+    steps: Sequence[RecentStep[Tokens]], decode: Callable[[Tokens], str] | None
+) -> Iterator[RecentStep[str]]:
     """Yields the steps of one request with the text that each added.
 
     Args:
         steps: in the order of decoding.
         decode: turns tokens into text; None: texts are not shown.
     """
-    context: tuple[int, ...] = ()
+    context: Tokens = ()
     for step in steps:
-        numbers = (step.source, step.num_drafted, step.num_accepted, step.num_new)
-        if decode is None:
-            yield StepView(*numbers)
-            continue
-        accepted, own = step.new[: step.num_accepted], step.new[step.num_accepted :]
-        after = context + accepted
-        yield StepView(
-            *numbers,
-            _added(decode, context, accepted),
-            _added(decode, after, own),
-            _added(decode, after, step.refused),
-        )
-        context = (after + own)[-_CONTEXT_TOKENS:]
+        texts = ("", "", "")
+        if decode is not None:
+            after = context + step.accepted
+            texts = (
+                _added(decode, context, step.accepted),
+                _added(decode, after, step.own),
+                _added(decode, after, step.refused),
+            )
+            context = (after + step.own)[-_CONTEXT_TOKENS:]
+        yield RecentStep(step.source, step.num_drafted, step.num_accepted, step.num_new, *texts)
 
 
-def _added(
-    decode: Callable[[tuple[int, ...]], str], context: tuple[int, ...], tokens: tuple[int, ...]
-) -> str:
+def _added(decode: Callable[[Tokens], str], context: Tokens, tokens: Tokens) -> str:
     """Returns the text that ``tokens`` add after ``context``.
 
     A character of several tokens belongs to the token that completes it.

@@ -44,8 +44,8 @@ def test_steps_are_in_order_and_the_newest_request_is_first() -> None:
     note(recent, [outcome("a", 2, 3, 9, draft=(2, 3, 4))])
     note(recent, [outcome("b", 7)])
     b, a = recent.requests()
-    assert [step.new for step in b.steps] == [(7,)]
-    assert [step.new for step in a.steps] == [(1,), (2, 3, 9)]
+    assert [step.accepted + step.own for step in b.steps] == [(7,)]
+    assert [(step.accepted, step.own) for step in a.steps] == [((), (1,)), ((2, 3), (9,))]
     assert [step.source for step in a.steps] == ["", "ngram"]
     assert (a.steps[1].num_drafted, a.steps[1].num_accepted, a.steps[1].num_new) == (3, 2, 3)
     assert a.steps[1].refused == (4,)
@@ -55,7 +55,7 @@ def test_a_step_without_drafts_has_its_tokens() -> None:
     recent, none = RecentSteps(with_tokens=True), np.zeros(1, np.int32)
     recent.note(Step(["a"], (), none - 1, none, none, none + 1, [[5]]))
     (step,) = recent.requests()[0].steps
-    assert (step.source, step.new, step.refused) == ("", (5,), ())
+    assert (step.source, step.accepted, step.own, step.refused) == ("", (), (5,), ())
 
 
 def test_without_tokens_only_lengths_and_sources_are_kept() -> None:
@@ -63,7 +63,7 @@ def test_without_tokens_only_lengths_and_sources_are_kept() -> None:
     note(recent, [outcome("a", 2, 9, draft=(2, 3, 4))])
     (step,) = recent.requests()[0].steps
     assert (step.source, step.num_drafted, step.num_accepted, step.num_new) == ("ngram", 3, 1, 2)
-    assert step.new == step.refused == ()
+    assert step.accepted == step.own == step.refused == ()
 
 
 def test_a_clients_request_id_is_not_reported() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from specserve.core.config import AppConfig, parse
 from specserve.core.metrics import SpeculationSnapshot
-from specserve.core.recent import RecentRequest
+from specserve.core.recent import RecentRequest, Tokens
 from specserve.core.source_config import PredictionConfig
 from specserve.core.types import DraftBatch, HiddenStates
 from specserve.engine.hook import ProposerHook
@@ -126,8 +126,8 @@ def test_a_repeating_text_gets_a_draft_and_its_acceptance_is_counted(hook: Propo
     assert acceptance.accepted_at_position == (1, 1, 0, 0)
 
 
-def _recent(hook: ProposerHook) -> tuple[RecentRequest, ...]:
-    return msgspec.json.decode(hook.recent_requests(""), type=tuple[RecentRequest, ...])
+def _recent(hook: ProposerHook) -> tuple[RecentRequest[Tokens], ...]:
+    return msgspec.json.decode(hook.recent_requests(""), type=tuple[RecentRequest[Tokens], ...])
 
 
 def test_recent_steps_have_no_text_unless_configured(hook: ProposerHook) -> None:
@@ -141,7 +141,7 @@ def test_recent_steps_have_no_text_unless_configured(hook: ProposerHook) -> None
     (request,) = _recent(hook)
     steps = [(step.source, step.num_drafted, step.num_accepted) for step in request.steps]
     assert steps == [("", 0, 0), ("ngram", 4, 2)]
-    assert {step.new + step.refused for step in request.steps} == {()}
+    assert {step.accepted + step.own + step.refused for step in request.steps} == {()}
 
 
 def test_steps_of_a_request_with_learn_off_are_not_recorded(hook: ProposerHook) -> None:

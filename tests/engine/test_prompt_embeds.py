@@ -13,7 +13,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from specserve.core.config import parse
-from specserve.core.recent import RecentRequest
+from specserve.core.recent import RecentRequest, Tokens
 from specserve.engine.hook import ProposerHook
 from specserve.sources.controls import TENANT_KEY
 
@@ -142,7 +142,7 @@ def test_a_prompt_without_ids_gets_no_draft_and_no_recent_steps(
     runner.add("b-1", "b", **unknown)
     runner.input_batch.token_ids_cpu[0, len(SECRET) - 1] = SECRET[0]  # its continuation is known
     assert step(hook, runner, SECRET[1]) == [[]]
-    recent = msgspec.json.decode(hook.recent_requests("b"), type=tuple[RecentRequest, ...])
+    recent = msgspec.json.decode(hook.recent_requests("b"), type=tuple[RecentRequest[Tokens], ...])
     assert recent == ()
 
 

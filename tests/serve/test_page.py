@@ -15,11 +15,11 @@ from fastapi.testclient import TestClient
 
 from specserve.core.config import parse
 from specserve.core.metrics import SpeculationSnapshot
-from specserve.core.recent import RecentRequest, RecentStep
+from specserve.core.recent import RecentRequest, RecentStep, Tokens
 from specserve.core.source_config import source_sections
 from specserve.engine.tenants import CURRENT_TENANT
 from specserve.serve import page
-from specserve.serve.page import ReplicaView, SpeculationPage, StepView, step_views
+from specserve.serve.page import ReplicaView, SpeculationPage, with_texts
 from specserve.serve.shared import FRESH_S
 from specserve.serve.tenants import TenantMiddleware, read_keys
 
@@ -46,10 +46,10 @@ class Engine:
             await asyncio.Event().wait()
         return None
 
-    async def recent_requests(self, tenant: str) -> tuple[RecentRequest, ...]:
+    async def recent_requests(self, tenant: str) -> tuple[RecentRequest[Tokens], ...]:
         self.num_asked += 1
         name = tuple(f"of {tenant}".encode())
-        return (RecentRequest("0", (RecentStep("", 0, 0, len(name), name),)),)
+        return (RecentRequest("0", (RecentStep("", 0, 0, len(name), (), name, ()),)),)
 
     def decoder(self) -> Callable[[Sequence[int]], str]:
         return decode
@@ -194,14 +194,14 @@ def test_the_page_names_no_host_and_may_load_nothing(engine: Engine) -> None:
 def test_each_step_has_the_text_that_it_added() -> None:
     word = tuple("中文".encode())
     steps = [
-        RecentStep("", 0, 0, 1, tuple(b"x")),
-        RecentStep("ngram", 4, 4, 5, word[:5]),  # ends within a character
-        RecentStep("trie_local", 2, 0, 1, word[5:], tuple(b"\x87!")),
+        RecentStep("", 0, 0, 1, (), tuple(b"x"), ()),
+        RecentStep("ngram", 4, 4, 5, word[:4], word[4:5], ()),  # ends within a character
+        RecentStep("trie_local", 2, 0, 1, (), word[5:], tuple(b"\x87!")),
     ]
-    assert list(step_views(steps, decode)) == [
-        StepView("", 0, 0, 1, "", "x", ""),
-        StepView("ngram", 4, 4, 5, "中", "", ""),
-        StepView("trie_local", 2, 0, 1, "", "文", "文!"),
+    assert list(with_texts(steps, decode)) == [
+        RecentStep("", 0, 0, 1, "", "x", ""),
+        RecentStep("ngram", 4, 4, 5, "中", "", ""),
+        RecentStep("trie_local", 2, 0, 1, "", "文", "文!"),
     ]
 
 
@@ -209,9 +209,10 @@ def test_the_texts_of_all_steps_add_up_to_the_text() -> None:
     text = "Grüße aus der 東京タワー, 🗼🗼 und so weiter. " * 3
     tokens = tuple(text.encode())
     steps = [
-        RecentStep("mtp", 3, 2, 3, tokens[start : start + 3]) for start in range(0, len(tokens), 3)
+        RecentStep("mtp", 3, 2, 3, tokens[start : start + 2], tokens[start + 2 : start + 3], ())
+        for start in range(0, len(tokens), 3)
     ]
-    views = step_views(steps, decode)
+    views = with_texts(steps, decode)
     assert "".join(view.accepted + view.own for view in views) == text
 
 
