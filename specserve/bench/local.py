@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from specserve.compare.prompts import Tokenizer, render
 from specserve.compare.tasks import Message
 from specserve.core.errors import MISSING, ConfigError
 from specserve.engine.checkpoint import text_sizes
-from specserve.engine.generation import Job, RunResult, Show
 from specserve.engine.methods import ALL, NONE, parse_method
 
 
@@ -28,6 +27,7 @@ class LocalModel:
 
     Attributes:
         tokenizer: the caller sets it before :meth:`encode` or :meth:`render`.
+        run: :meth:`EngineProcess.run`, after :meth:`start`.
 
     Raises:
         ConfigError: the file is wrong, or its model is missing.
@@ -54,9 +54,10 @@ class LocalModel:
             raise ConfigError("--speculation", speculation, ", ".join([AUTO, OFF, *kinds]))
         name = {AUTO: ALL if kinds else NONE, OFF: NONE}.get(speculation, speculation)
         method = parse_method(name, self.config)
-        self._engine = self._stack.enter_context(EngineProcess(self.config, method))
+        engine = self._stack.enter_context(EngineProcess(self.config, method))
+        self.run = engine.run
         with Console(stderr=True).status("loading the model"):
-            self._engine.wait_ready()
+            engine.wait_ready()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         """The text's tokens."""
@@ -71,13 +72,3 @@ class LocalModel:
         if not self.tokenizer.chat_template:
             raise ConfigError("--chat-template", MISSING, "one: the model has none")
         return render(self.tokenizer, messages).token_ids
-
-    def run(
-        self,
-        jobs: Sequence[Job],
-        concurrency: int,
-        progress: Callable[[int, int], None] = lambda num_done, num_tokens: None,
-        show: Show | None = None,
-    ) -> RunResult:
-        """See :meth:`EngineProcess.run`."""
-        return self._engine.run(jobs, concurrency, progress, show)

@@ -45,7 +45,7 @@ from specserve.engine.parsers import parse_token_by_token
 from specserve.engine.prediction import Predictor, report_counts
 from specserve.engine.responses import end_with_errors
 from specserve.engine.temporary_files import keep_sockets_in_session
-from specserve.engine.tenant_memory import TenantMemory, TextReader
+from specserve.engine.tenant_memory import TenantMemory
 from specserve.engine.tenants import (
     CURRENT_CONTROLS,
     CURRENT_TENANT,
@@ -189,7 +189,7 @@ class Engine:
         max_chars = model.max_model_len * tokenizer.max_chars_per_token
         adapters = app.state.openai_serving_models.lora_requests
         return TenantMemory(
-            stores, TextReader(tokenizer, model.max_model_len, max_chars, lambda: list(adapters))
+            stores, tokenizer, model.max_model_len, max_chars, lambda: list(adapters)
         )
 
     def decoder(self) -> Callable[[Sequence[int]], str]:

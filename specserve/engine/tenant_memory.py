@@ -6,7 +6,7 @@ import io
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from specserve.core.errors import ConfigError, SnapshotError, StoreError
 from specserve.core.types import Int32Array
@@ -24,22 +24,6 @@ Tokens = tuple[Int32Array, int]
 """A text's token ids, int32 ``[n]``, and the number of prompt tokens at its start."""
 
 
-class TextReader(NamedTuple):
-    """Settings for reading texts.
-
-    Attributes:
-        tokenizer: the model's tokenizer (transformers); for one thread at a time.
-        max_tokens: longest text in tokens, the context length.
-        max_chars: a text with more characters certainly exceeds ``max_tokens``.
-        adapters: returns the names of the LoRA adapters that are loaded now.
-    """
-
-    tokenizer: Any
-    max_tokens: int
-    max_chars: int
-    adapters: Callable[[], Collection[str]]
-
-
 _find_store = partial(RemoteStore, timeout_s=ANSWER_S)
 
 
@@ -50,7 +34,10 @@ class TenantMemory:
 
     Args:
         stores: options of the model's stores, by shard.
-        reader: settings for reading texts.
+        tokenizer: the model's tokenizer (transformers); for one thread at a time.
+        max_tokens: longest text in tokens, the context length.
+        max_chars: a text with more characters certainly exceeds ``max_tokens``.
+        adapters: returns the names of the LoRA adapters that are loaded now.
         connect: opens a client that writes texts to a store.
         find: returns a running store by its name.
         running: returns the names of all running stores, also of other models.
@@ -59,13 +46,18 @@ class TenantMemory:
     def __init__(
         self,
         stores: list[StoreOptions],
-        reader: TextReader,
+        tokenizer: Any,
+        max_tokens: int,
+        max_chars: int,
+        adapters: Callable[[], Collection[str]],
         connect: Callable[[StoreOptions], StoreClient] = RayStoreClient,
         find: Callable[[str], RemoteStore | TrieStore] = _find_store,
         running: Callable[[], Collection[str]] = list_stores,
     ) -> None:
         self._stores = stores
-        self._reader = reader
+        self._tokenizer = tokenizer
+        self._max_tokens, self._max_chars = max_tokens, max_chars
+        self._adapters = adapters
         self._find = find
         self._running = running
         self._writers = [TextWriter(connect(each)) for each in stores]
@@ -76,15 +68,14 @@ class TenantMemory:
         Raises:
             ConfigError: a line is invalid or too long, or there is no line.
         """
-        reader = self._reader
-        allowed = f"at most {reader.max_tokens} tokens, the context length"
+        allowed = f"at most {self._max_tokens} tokens, the context length"
         texts = []
         for number, text in read_texts(io.BytesIO(body), self._stores[0].vocab_size):
             num_chars = len(text.prompt) + len(text.completion)
-            if num_chars > reader.max_chars:
+            if num_chars > self._max_chars:
                 raise ConfigError(f"line {number}", f"{num_chars} characters", allowed)
-            tokens = text.tokens(reader.tokenizer)
-            if len(tokens[0]) > reader.max_tokens:
+            tokens = text.tokens(self._tokenizer)
+            if len(tokens[0]) > self._max_tokens:
                 raise ConfigError(f"line {number}", f"{len(tokens[0])} tokens", allowed)
             texts.append(tokens)
         if not texts:
@@ -101,14 +92,14 @@ class TenantMemory:
         Raises:
             ConfigError: the adapter is not loaded, or the texts exceed the memory.
         """
-        if adapter and adapter not in (known := self._reader.adapters()):
+        if adapter and adapter not in (known := self._adapters()):
             raise ConfigError("adapter", adapter, ", ".join(known) or "none: none is loaded")
         name = self._namespace(tenant, adapter)
         self._writers[shard_of(name, len(self._stores))].write(name, texts)
 
     def held(self, tenant: str) -> list[dict[str, Any]]:
         """The tenant's namespaces with token counts, and the adapter if it is loaded now."""
-        known = {self._namespace(tenant, each): each for each in ("", *self._reader.adapters())}
+        known = {self._namespace(tenant, each): each for each in ("", *self._adapters())}
         tokens: Counter[str] = Counter()
         for store in self._names():
             tokens.update(self._find(store).stats().tokens_by_namespace)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from specserve.core.config import parse
 from specserve.core.errors import SnapshotError, StoreError
-from specserve.engine.tenant_memory import TenantMemory, TextReader
+from specserve.engine.tenant_memory import TenantMemory
 from specserve.serve import memory
 from specserve.serve.controls import ControlsMiddleware
 from specserve.serve.memory import (
@@ -113,11 +113,17 @@ def application(
 ) -> ASGIApp:
     http = {"api_keys": keys, **args.pop("http", {})}
     config = parse({"model": {"path": "m"}, "speculation": [{"kind": "trie"}], "http": http} | args)
-    reader = TextReader(Tokenizer(), MAX_TOKENS, 2 * MAX_TOKENS, lambda: ["an-adapter"])
     api = MemoryApi(
         config,
         lambda: TenantMemory(
-            stores.options, reader, stores.connect, stores.find, lambda: list(stores.stores)
+            stores.options,
+            Tokenizer(),
+            MAX_TOKENS,
+            2 * MAX_TOKENS,
+            lambda: ["an-adapter"],
+            stores.connect,
+            stores.find,
+            lambda: list(stores.stores),
         ),
         Turns(clock),
     )
