@@ -40,10 +40,6 @@ class PrometheusCollector(Collector):
         self._get_snapshot = get_snapshot
         self._labels = dict(labels)
 
-    def describe(self) -> Iterable[Metric]:
-        """All families without samples: registering must not take a snapshot."""
-        return self._families().values()
-
     def collect(self) -> Iterable[Metric]:
         """All families with their current samples."""
         families = self._families()

@@ -58,29 +58,23 @@ class SlotTable:
         num_slots: rows of the KV cache.
         max_tokens: length of each row, in tokens.
         copy: ``copy(source, target, length)`` copies a row's first ``length`` entries to another.
-        clock: monotonic seconds.
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        max_tokens: int,
-        copy: Callable[[int, int, int], None],
-        clock: Callable[[], float] = time.monotonic,
+        self, num_slots: int, max_tokens: int, copy: Callable[[int, int, int], None]
     ) -> None:
         self.tokens = np.zeros((num_slots, max_tokens), np.int32)
         """int32 ``[num_slots, max_tokens]``, the texts; each slot's first ``length`` are valid."""
         self._slots = [Slot(index) for index in range(num_slots)]
         self._by_key: dict[Key, Slot] = {}
         self._copy = copy
-        self._clock = clock
         self._was_full = False
 
     def get(self, key: Key) -> Slot | None:
         """A text's slot, marked as just used; None: it has none."""
         slot = self._by_key.get(key)
         if slot is not None:
-            slot.used_at = self._clock()
+            slot.used_at = time.monotonic()
         return slot
 
     def open(self, key: Key, salt: int) -> Slot | None:
@@ -95,7 +89,7 @@ class SlotTable:
             None: no slot is available.
         """
         assert key not in self._by_key
-        now = self._clock()
+        now = time.monotonic()
         free = [slot for slot in self._slots if slot.key is None] or [
             slot for slot in self._slots if slot.used_at <= now - KEEP_S
         ]

@@ -94,11 +94,6 @@ class NgramSource:
         self._step = direct(step_batch, *of_step)
         self._rehash = direct(rehash, tags[0], tags[0])
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all indexes."""
-        return sum(table.nbytes for table in self._tables if table is not None)
-
     def open(self, slot: int, controls: RequestControls) -> None:
         """Does nothing; :meth:`propose` makes the index."""
 

@@ -64,11 +64,6 @@ class PredictionSource:
         batch, drafts = DraftBatch.empty(), self._drafts.rows(0)
         self._step = direct(draft_step, batch[:4], batch.num_tokens, self._requests, drafts)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all predictions."""
-        return sum(text.nbytes for text in self._texts if text is not None)
-
     def open(self, slot: int, controls: RequestControls) -> None:
         """Keeps the request's prediction, if it has one and takes drafts of this source."""
         if controls.prediction and wants_drafts(controls, "prediction"):

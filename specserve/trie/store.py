@@ -76,7 +76,6 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         num_tokens: tokens in the log.
         num_bytes: memory of the log in use.
         max_bytes: limit of ``num_bytes``.
-        restored_tokens: tokens loaded from the snapshot at start.
         dropped_tokens: tokens dropped because the log was full, oldest first.
         snapshot: state of the snapshots; None if none are kept.
     """
@@ -89,7 +88,6 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     max_bytes: int
     tokens_by_namespace: dict[str, int]
-    restored_tokens: int
     dropped_tokens: int
     snapshot: SnapshotStats | None
 
@@ -112,7 +110,6 @@ class TrieStore:
         self._began = time.monotonic()
         self._last_seen: dict[str, float] = {}
         self._num_tombstones = 0
-        self._restored_tokens = 0
         self._has_warned = False
 
         self._keeper: SnapshotKeeper | None = None
@@ -209,7 +206,6 @@ class TrieStore:
                 num_bytes=log.num_bytes,
                 max_bytes=self._options.max_bytes,
                 tokens_by_namespace=dict(log.tokens_by_namespace),
-                restored_tokens=self._restored_tokens,
                 dropped_tokens=log.dropped_tokens,
                 snapshot=self._keeper.stats() if self._keeper is not None else None,
             )
@@ -237,6 +233,4 @@ class TrieStore:
         vocab_size = self._options.vocab_size
         good = [each for each in state.records if not problem_of(each, vocab_size)]
         with self._lock:
-            before = self._log.num_tokens
             self._log.restore(msgspec.structs.replace(state, records=good))
-            self._restored_tokens = self._log.num_tokens - before

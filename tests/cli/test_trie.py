@@ -119,7 +119,6 @@ def test_stats_print_a_snapshots_url_unchanged(
         num_bytes=0,
         max_bytes=1,
         tokens_by_namespace={},
-        restored_tokens=0,
         dropped_tokens=0,
         snapshot=snapshot,
     )

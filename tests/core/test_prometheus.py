@@ -8,7 +8,6 @@ from specserve.core.metrics import (
     LinkSnapshot,
     NamespaceSnapshot,
     SpeculationMetrics,
-    SpeculationSnapshot,
     TrieSnapshot,
 )
 from specserve.core.prometheus import PrometheusCollector
@@ -70,10 +69,3 @@ def test_a_histogram_is_cumulative_with_its_sum_and_count() -> None:
     ]
     assert registry.get_sample_value("specserve_accepted_length_sum", labels) == 111
     assert registry.get_sample_value("specserve_accepted_length_count", labels) == 5
-
-
-def test_registering_takes_no_snapshot() -> None:
-    def unavailable() -> SpeculationSnapshot:
-        raise RuntimeError("the engine has not started")
-
-    CollectorRegistry().register(PrometheusCollector(unavailable, {}))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from specserve.core.types import Int32Array
+from specserve.drafters import slots
 from specserve.drafters.slots import KEEP_S, Slot, SlotTable
 
 
@@ -22,11 +21,25 @@ def key(number: int) -> tuple[bytes, int]:
 class Table(SlotTable):
     """Records the copies in the cache: (from slot, to slot, number of entries)."""
 
-    def __init__(
-        self, num_slots: int, max_tokens: int, now: Callable[[], float] = lambda: 0.0
-    ) -> None:
+    def __init__(self, num_slots: int, max_tokens: int) -> None:
         self.copies: list[tuple[int, int, int]] = []
-        super().__init__(num_slots, max_tokens, lambda *copy: self.copies.append(copy), now)
+        super().__init__(num_slots, max_tokens, lambda *copy: self.copies.append(copy))
+
+
+class Clock:
+    """A clock that only the test moves."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(slots, "time", clock)
+    return clock
 
 
 def write(table: SlotTable, number: int, tokens: Int32Array, salt: int = 0) -> Slot:
@@ -54,26 +67,26 @@ def test_a_text_is_found_by_its_key_until_it_is_closed() -> None:
     assert table.get(key(1)) is None
 
 
-def test_a_free_slot_is_taken_first_then_the_least_recently_used() -> None:
-    now = 0.0
-    table = Table(3, 64, lambda: now)
-    slots = [write(table, number, text(8, number)) for number in range(3)]
+def test_a_free_slot_is_taken_first_then_the_least_recently_used(clock: Clock) -> None:
+    table = Table(3, 64)
+    written = [write(table, number, text(8, number)) for number in range(3)]
     table.close(key(2))
-    assert table.open(key(3), 0) is slots[2]
-    now = 1.0
+    assert table.open(key(3), 0) is written[2]
+    clock.now = 1.0
     table.get(key(0))
-    now = KEEP_S + 1.0
-    assert table.open(key(4), 0) is slots[1]
+    clock.now = KEEP_S + 1.0
+    assert table.open(key(4), 0) is written[1]
     assert table.get(key(1)) is None
 
 
-def test_a_text_keeps_its_slot_as_long_as_it_is_used(caplog: pytest.LogCaptureFixture) -> None:
-    now = 0.0
-    table = Table(2, 64, lambda: now)
-    slots = [write(table, number, text(8, number)) for number in range(2)]
-    for now in (0.9 * KEEP_S, 1.8 * KEEP_S):
-        assert table.get(key(0)) is slots[0]
-        assert table.open(key(2), 0) is (None if now < KEEP_S else slots[1])
+def test_a_text_keeps_its_slot_as_long_as_it_is_used(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = Table(2, 64)
+    written = [write(table, number, text(8, number)) for number in range(2)]
+    for clock.now in (0.9 * KEEP_S, 1.8 * KEEP_S):
+        assert table.get(key(0)) is written[0]
+        assert table.open(key(2), 0) is (None if clock.now < KEEP_S else written[1])
         assert table.open(key(3), 0) is None
     assert [record.args for record in caplog.records] == [(2,)]
 

@@ -97,7 +97,7 @@ def test_a_restarted_store_continues_from_its_snapshot(options: StoreOptions) ->
     first.close()
     second = TrieStore(options)
     assert second.epoch != first.epoch
-    assert second.stats().restored_tokens == 6
+    assert second.stats().num_tokens == 6
     reply = second.exchange(call([record(1), record(3)], origin="replica"))
     assert reply.held == {"replica": [(1, 3)]}
     assert read(second)[0] == [record(1), record(2), record(3)]
