@@ -144,37 +144,33 @@ class Engine:
 
     async def speculation(self) -> SpeculationSnapshot | None:
         """Rank 0's speculation metrics; None without draft sources of specserve."""
-        if not self._config.has_sources:
-            return None
-        return msgspec.json.decode(
-            await self._ask_rank_0("speculation_snapshot"), type=SpeculationSnapshot
-        )
+        answer = await self._ask_hook("snapshot")
+        return None if answer is None else msgspec.json.decode(answer, type=SpeculationSnapshot)
 
     async def recent_requests(self, tenant: str) -> tuple[RecentRequest[Tokens], ...]:
         """A tenant's last requests; empty without draft sources of specserve."""
-        if not self._config.has_sources:
-            return ()
-        return msgspec.json.decode(
-            await self._ask_rank_0("recent_requests", tenant),
-            type=tuple[RecentRequest[Tokens], ...],
-        )
+        answer = await self._ask_hook("recent_requests", tenant)
+        return msgspec.json.decode(answer or b"[]", type=tuple[RecentRequest[Tokens], ...])
 
     async def _learn(self, tokens: list[int], num_prompt_tokens: int, adapter: str) -> None:
         """Teaches the sources an answer of the current call, if its controls allow learning."""
-        if not self._config.has_sources:
-            return
         fields = dict(own_fields(CURRENT_CONTROLS.get()))
         if self._config.http.api_keys:
             fields |= tenant_fields(CURRENT_TENANT.get())
         try:
-            await self._ask_rank_0("learn_text", tokens, num_prompt_tokens, fields, adapter)
+            await self._ask_hook("learn", tokens, num_prompt_tokens, fields, adapter)
         except Exception as error:  # the answer does not depend on it
             logger.warning("A text was not learned: %s", last_line_of(error))
 
-    async def _ask_rank_0(self, method: str, *args: object) -> bytes:
-        """Calls a method of rank 0's worker. It runs between two steps, so it may wait for one."""
-        answers: list[bytes] = await self._llm.collective_rpc(
-            method, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, args
+    async def _ask_hook(self, method: str, *args: object) -> bytes | None:
+        """Calls a method of rank 0's hook; None without draft sources of specserve.
+
+        It runs between two steps, so it may wait for one.
+        """
+        if not self._config.has_sources:
+            return None
+        answers: list[bytes | None] = await self._llm.collective_rpc(
+            "call_hook", envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, (method, *args)
         )
         return answers[0]
 

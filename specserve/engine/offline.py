@@ -156,7 +156,7 @@ class OfflineEngine:
         """Counters of specserve's sources; empty where it has none or vLLM drafts."""
         if not self._method.sources or self._vllm_drafts:
             return SpeculationSnapshot()
-        (first, *_) = self._engine.collective_rpc("speculation_snapshot")
+        (first, *_) = self._engine.collective_rpc("call_hook", args=("snapshot",))
         return msgspec.json.decode(first, type=SpeculationSnapshot)
 
 

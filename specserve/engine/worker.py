@@ -86,24 +86,9 @@ class SpeculationMixin(_Worker):
         self.close_sources()
         super().shutdown()
 
-    def speculation_snapshot(self) -> bytes:
-        """Rank 0's metrics as JSON; empty in other ranks."""
-        return self._hook.snapshot() if self._hook is not None else b""
-
-    def recent_requests(self, tenant: str) -> bytes:
-        """A tenant's last requests as JSON in rank 0; empty in other ranks."""
-        return self._hook.recent_requests(tenant) if self._hook is not None else b""
-
-    def learn_text(
-        self,
-        tokens: list[int],
-        num_prompt_tokens: int,
-        extra_args: dict[str, object],
-        adapter: str,
-    ) -> None:
-        """Calls :meth:`ProposerHook.learn` in rank 0; does nothing in other ranks."""
-        if self._hook is not None:
-            self._hook.learn(tokens, num_prompt_tokens, extra_args, adapter)
+    def call_hook(self, method: str, *args: object) -> Any:
+        """Calls a method of rank 0's :class:`ProposerHook`; None in other ranks."""
+        return getattr(self._hook, method)(*args) if self._hook is not None else None
 
     def _speculation(self) -> AbstractContextManager[None]:
         """Context of a step, which switches speculation off while the step is idle."""

@@ -78,7 +78,7 @@ def test_a_call_that_times_out_ends_the_engine(
     executor.register_failure_callback(lambda: failures.append(executor.is_failed))
     monkeypatch.setattr(MultiprocExecutor, "collective_rpc", time_out)
     with pytest.raises(TimeoutError):
-        executor.collective_rpc("speculation_snapshot", 10)
+        executor.collective_rpc("call_hook", 10, ("snapshot",))
     assert failures == [True]
 
 
