@@ -110,7 +110,7 @@ class ServedLLM(AsyncLLM):
         Raises:
             VLLMValidationError: the request cannot be processed.
         """
-        penalty = getattr(params, "repetition_penalty", 1.0)
+        penalty = params.repetition_penalty
         if not MIN_PENALTY <= penalty <= MAX_PENALTY:
             message = (
                 f"repetition_penalty must be in [{MIN_PENALTY}, {MAX_PENALTY}], got {penalty}."

@@ -52,7 +52,7 @@ class Grammars:
             state: the model runner's state of the request.
         """
         params, prompt = state.sampling_params, state.prompt_token_ids
-        wanted = params.structured_outputs if params is not None else None
+        wanted = params.structured_outputs
         if wanted is None or wanted._backend != "xgrammar" or prompt is None:
             return None
         given = self._thread.submit(self._give, request_id, prompt, params)

@@ -270,12 +270,10 @@ class ProposerHook:
     def _open(self, request_id: str, present: Sequence[str]) -> None:
         """Opens a request at its first step, or at the first one after it lost its slot."""
         params = self._runner.requests[request_id].sampling_params
-        most, least, stops = NO_LIMIT, 0, []
-        if params is not None:
-            most, least = params.max_tokens or NO_LIMIT, params.min_tokens
-            stops = [*(params.stop_token_ids or ())]
-            if params.eos_token_id is not None:  # None with `ignore_eos`
-                stops.insert(0, params.eos_token_id)
+        most, least = params.max_tokens or NO_LIMIT, params.min_tokens
+        stops = [*(params.stop_token_ids or ())]
+        if params.eos_token_id is not None:  # None with `ignore_eos`
+            stops.insert(0, params.eos_token_id)
         controls = self._read_controls(request_id)
         self._chain.open(self._free_slot(request_id, present), controls, most, least, stops)
         self._recent.began(request_id, controls)
@@ -329,9 +327,8 @@ class ProposerHook:
     def _read_controls(self, request_id: str) -> RequestControls:
         request = self._runner.requests[request_id]
         params, lora = request.sampling_params, request.lora_request
-        extra_args = params.extra_args if params is not None else None
-        controls = self._controls_of(extra_args or {})
-        if params is not None and is_kept_without_drafts_only(params):
+        controls = self._controls_of(params.extra_args or {})
+        if is_kept_without_drafts_only(params):
             controls = replace(controls, speculation="off")
         if _has_unknown_tokens(request):
             controls = replace(controls, speculation="off", learn=False)

@@ -30,8 +30,6 @@ TENANT_ROUTES = frozenset(
         *("/generative_scoring", "/v1/systemone", "/invocations"),
         *("/tokenize", "/detokenize", "/tokenizer_info"),
         *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"),
-        *("/pooling", "/classify", "/v1/embeddings", "/v2/embed"),
-        *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
     )
 )
 """vLLM's routes that cannot read or change other tenants' requests once this module is applied.

@@ -30,8 +30,8 @@ class DraftScheduler(Scheduler):
     def add_request(self, request: Any) -> None:
         """vLLM's method. Starts the counts of a request whose answer reports them."""
         super().add_request(request)
-        params = request.sampling_params
-        if request.spec_decode_metrics is None and params and wants_report(params.extra_args):
+        extra_args = request.sampling_params.extra_args
+        if request.spec_decode_metrics is None and wants_report(extra_args):
             request.spec_decode_metrics = self._reports.begin()
         if request.spec_decode_metrics is not None:
             self._reports.make_room(request.spec_decode_metrics)

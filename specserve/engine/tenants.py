@@ -54,8 +54,6 @@ def stamp_controls(request: Any, controls: Mapping[str, object]) -> None:
     Some of vLLM's handlers create sampling parameters without ``vllm_xargs``.
     """
     params = request.sampling_params
-    if params is None:
-        return
     if _BEAM.search(request.external_req_id or ""):
         controls = _BEAM_CONTROLS
     if controls:
@@ -68,7 +66,7 @@ def stamp_reasoning(request: Any) -> None:
     vLLM gives it to the scheduler alone, but the source ``grammar`` follows the answer in rank 0.
     """
     params = request.sampling_params
-    if params is None or params.structured_outputs is None:
+    if params.structured_outputs is None:
         return
     given = request.reasoning_ended, request.reasoning_parser_kwargs
     if given != (None, None):
@@ -83,9 +81,8 @@ def stamp(request: Any, tenant: str) -> None:
     salt still separates requests of its tenant, in the prefix cache and in drafters.
     """
     params = request.sampling_params
-    if params is not None:
-        fields = tenant_fields(tenant, request.cache_salt or "")
-        params.extra_args = {**(params.extra_args or {}), **fields}
+    fields = tenant_fields(tenant, request.cache_salt or "")
+    params.extra_args = {**(params.extra_args or {}), **fields}
     salt = f"{scope_of(tenant)}\0{request.cache_salt or ''}"
     request.cache_salt = blake2b(salt.encode(), digest_size=16).hexdigest()
 

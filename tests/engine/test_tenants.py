@@ -90,13 +90,6 @@ def test_requests_without_a_tenant_share_no_blocks() -> None:
     assert stamped(NO_TENANT).cache_salt != stamped(NO_TENANT).cache_salt
 
 
-def test_a_pooling_request_has_its_tenants_salt_too() -> None:
-    made = request()
-    made.sampling_params = None
-    stamp(made, "a")
-    assert made.cache_salt == stamped("a").cache_salt
-
-
 @pytest.mark.parametrize("wanted", [None, StructuredOutputsParams(regex="a")])
 def test_a_request_with_a_grammar_says_how_to_tell_its_reasoning(
     wanted: StructuredOutputsParams | None,
@@ -210,12 +203,3 @@ def test_controls_reach_the_engine_if_the_handler_drops_them() -> None:
 
     asyncio.run(run())
     assert [made.sampling_params.extra_args for made in client.sent] == [{"learn": 0}, None]
-
-
-def test_a_pooling_request_has_no_controls() -> None:
-    client = Client()
-    stamp_requests(client, with_tenants=False)
-    made = request()
-    made.sampling_params = None
-    asyncio.run(client.add_request_async(made))
-    assert client.sent == [made]

@@ -151,6 +151,12 @@ def test_requests_carry_our_controls_and_the_options_that_forbid_drafts() -> Non
     assert params.extra_args == {"speculation": "off"}
 
 
+def test_a_model_that_generates_gets_no_requests_without_sampling_parameters() -> None:
+    tasks = source(GPUModelRunner.get_supported_tasks)
+    assert 'if self.model_config.runner_type == "pooling":\n            tasks.extend' in tasks
+    assert "does not support pooling" in source(InputProcessor._validate_params)
+
+
 def test_every_request_goes_to_the_engine_by_the_method_that_stamps_the_tenant() -> None:
     sends = [line.strip() for line in source(AsyncLLM).splitlines() if "add_request_async" in line]
     assert sends
