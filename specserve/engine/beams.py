@@ -31,7 +31,7 @@ from vllm.utils import random_uuid
 from vllm.utils.async_utils import collect_from_async_generator
 
 from specserve.core.types import Float64Array
-from specserve.engine.client import IS_ADMITTED
+from specserve.engine.tenants import IN_BEAM_SEARCH
 from specserve.sources.controls import samples_beams
 
 Learn = Callable[[list[int], int, str], Awaitable[None]]
@@ -63,7 +63,7 @@ def extend_beam_search(max_logprobs: int, learn: Learn) -> None:
         adapter = lora_request.lora_name if lora_request is not None else ""
         # Between two steps the search has no request in the engine, so others may take its places.
         self.engine_client.check_admission(params.beam_width)
-        IS_ADMITTED.set(True)
+        IN_BEAM_SEARCH.set(True)
         try:
             async for output in search(self, prompt, request_id, params, lora_request, **options):
                 best = output.outputs[0]
@@ -72,7 +72,7 @@ def extend_beam_search(max_logprobs: int, learn: Learn) -> None:
                     await learn([*asked, *best.token_ids], len(asked), adapter)
                 yield output
         finally:
-            IS_ADMITTED.set(False)
+            IN_BEAM_SEARCH.set(False)
 
     BeamSearchOnlineMixin.beam_search = beam_search
 
@@ -190,7 +190,7 @@ async def _next_tokens(
     step: SamplingParams,
     options: Mapping[str, Any],
 ) -> list[CompletionOutput]:
-    """Generates one token for each beam. The request ids have the form of vLLM's beam search."""
+    """Generates one token for each beam."""
     name = f"{request_id}-{random_uuid()}"
     streams = [
         engine.generate(

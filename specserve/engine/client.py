@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
 
@@ -18,11 +17,8 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from specserve.core.errors import reason_of
 from specserve.engine.prediction import CURRENT_PREDICTION
 from specserve.engine.report import Reports, reported
-from specserve.engine.tenants import CURRENT_CONTROLS
+from specserve.engine.tenants import CURRENT_CONTROLS, IN_BEAM_SEARCH
 from specserve.sources.controls import wants_report
-
-IS_ADMITTED: ContextVar[bool] = ContextVar("IS_ADMITTED", default=False)
-"""Whether this context continues a request that was admitted, as the steps of a beam search do."""
 
 CLIENT_ERRORS = (ValueError, TypeError, OverflowError, RecursionError)
 """Exceptions that a wrong request can raise where vLLM has no error class of its own."""
@@ -89,7 +85,7 @@ class ServedLLM(AsyncLLM):
         Raises:
             VLLMValidationError: ``n`` is above the limit.
         """
-        if IS_ADMITTED.get():
+        if IN_BEAM_SEARCH.get():
             return
         most = self.scheduler_config.max_num_queued_reqs
         if most is not None and n > most:  # some routes count other things than their field `n`

@@ -8,7 +8,6 @@ tenant, and no handler can drop the controls.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from contextvars import ContextVar
 from hashlib import blake2b
@@ -26,8 +25,9 @@ CURRENT_CONTROLS: ContextVar[Mapping[str, object]] = ContextVar(
 )
 """Speculation controls of the HTTP call being answered, in the form of ``vllm_xargs``."""
 
-_BEAM = re.compile(r"-[0-9a-f]{16}-beam-\d+$")
-"""End of a request id of vLLM's beam search, which sends one request for each beam and step."""
+IN_BEAM_SEARCH: ContextVar[bool] = ContextVar("specserve_beam_search", default=False)
+"""Whether this context runs a beam search. It was admitted as a whole, and sends one request for
+each beam and step."""
 
 _BEAM_CONTROLS = {"speculation": "off", "learn": 0}
 """A beam's request generates one token, so drafts cannot help. Most beams are discarded, so their
@@ -54,7 +54,7 @@ def stamp_controls(request: Any, controls: Mapping[str, object]) -> None:
     Some of vLLM's handlers create sampling parameters without ``vllm_xargs``.
     """
     params = request.sampling_params
-    if _BEAM.search(request.external_req_id or ""):
+    if IN_BEAM_SEARCH.get():
         controls = _BEAM_CONTROLS
     if controls:
         params.extra_args = {**(params.extra_args or {}), **controls}

@@ -20,8 +20,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 
 from specserve.engine.beams import Drawing, draw, extend_beam_search, warped
-from specserve.engine.client import IS_ADMITTED
-from specserve.engine.tenants import stamp_controls
+from specserve.engine.tenants import IN_BEAM_SEARCH, stamp_controls
 
 EOS, PROMPT = 0, [3, 4]
 VOCAB = 6
@@ -62,12 +61,16 @@ class Front(BeamSearchOnlineMixin):  # type: ignore[misc]
         self._finish_reason = finish_reason
         self.ids: list[str] = []
         self.are_admitted: list[bool] = []
+        self.extra_args: list[dict[str, object]] = []
 
     async def _generate(
         self, prompt: Any, params: SamplingParams, request_id: str, **_: Any
     ) -> AsyncIterator[Any]:
         self.ids.append(request_id)
-        self.are_admitted.append(IS_ADMITTED.get())
+        self.are_admitted.append(IN_BEAM_SEARCH.get())
+        sent = SimpleNamespace(sampling_params=params.clone())
+        stamp_controls(sent, {"learn": 1})
+        self.extra_args.append(sent.sampling_params.extra_args)
         candidates = {
             token: Logprob(score)
             for token, score in enumerate(next_logprobs(prompt["prompt_token_ids"]).tolist())
@@ -95,7 +98,7 @@ def beams_of(
         prompt: Any = {"type": "token", "prompt_token_ids": PROMPT}
         search = (front or Front()).beam_search(prompt, "cmpl-1", params, lora_request=lora)
         found = [output async for output in search]
-        assert not IS_ADMITTED.get()
+        assert not IN_BEAM_SEARCH.get()
         return found
 
     (output,) = asyncio.run(run())
@@ -196,13 +199,12 @@ def test_a_request_that_fails_ends_the_search(reason: str, xargs: Any, learned: 
     assert learned == []
 
 
-def test_beam_requests_are_not_learned_and_get_no_drafts() -> None:
+@pytest.mark.parametrize("xargs", [None, {"beam_sample": 1}])
+def test_beam_requests_are_not_learned_and_get_no_drafts(xargs: Any) -> None:
     front = Front()
-    beams_of(params_of(), front)
-    for request_id in front.ids:
-        made = SimpleNamespace(sampling_params=SamplingParams(), external_req_id=request_id)
-        stamp_controls(made, {"learn": 1})
-        assert made.sampling_params.extra_args == {"speculation": "off", "learn": 0}
+    beams_of(params_of(vllm_xargs=xargs), front)
+    assert len(front.extra_args) > WIDTH
+    assert all(each == {"speculation": "off", "learn": 0} for each in front.extra_args)
 
 
 @pytest.mark.parametrize(

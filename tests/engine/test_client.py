@@ -14,7 +14,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from specserve.engine.client import IS_ADMITTED, ServedLLM
+from specserve.engine.client import ServedLLM
+from specserve.engine.tenants import IN_BEAM_SEARCH
 from tests.engine.scripted_client import ScriptedClient
 
 NESTED: Any = 1
@@ -120,7 +121,7 @@ def test_a_beam_searchs_steps_are_admitted_while_the_queue_is_full(
     with pytest.raises(QueueOverflowError):
         client.check_admission(1)
     context = copy_context()
-    context.run(IS_ADMITTED.set, True)
+    context.run(IN_BEAM_SEARCH.set, True)
     context.run(client.check_admission, 1)
 
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
-from vllm.logprobs import Logprob
-from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from specserve.core.types import RequestControls
 from specserve.engine.tenants import (
     CURRENT_CONTROLS,
     CURRENT_TENANT,
+    IN_BEAM_SEARCH,
     stamp,
     stamp_controls,
     stamp_reasoning,
@@ -134,33 +130,6 @@ def test_concurrent_calls_keep_their_tenants() -> None:
     assert tenants[2] == NO_TENANT
 
 
-class Front(BeamSearchOnlineMixin):  # type: ignore[misc]
-    """vLLM's beam search, in front of an engine that answers each request with two tokens."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self.renderer: Any = SimpleNamespace(
-            get_tokenizer=lambda: SimpleNamespace(eos_token_id=0, decode=lambda *_, **__: "")
-        )
-        self.engine_client: Any = SimpleNamespace(
-            input_processor=SimpleNamespace(resolve_watermarking=lambda _: None),
-            generate=self._generate,
-            check_admission=lambda number: None,
-        )
-
-    async def _generate(
-        self, prompt: Any, params: SamplingParams, request_id: str, **_: Any
-    ) -> AsyncIterator[Any]:
-        made = request()
-        made.sampling_params, made.request_id = params.clone(), request_id
-        InputProcessor.assign_request_id(made)
-        await self._client.add_request_async(made)
-        logprobs = {token: Logprob(-float(token)) for token in (1, 2)}
-        yield SimpleNamespace(
-            outputs=[SimpleNamespace(finish_reason="length", logprobs=[logprobs])]
-        )
-
-
 @pytest.mark.parametrize("asked", [{}, {"learn": 1, "speculation": "auto"}])
 @pytest.mark.parametrize("with_tenants", [False, True])
 def test_beams_are_not_learned_and_get_no_drafts(
@@ -168,18 +137,16 @@ def test_beams_are_not_learned_and_get_no_drafts(
 ) -> None:
     client = Client()
     stamp_requests(client, with_tenants=with_tenants)
-    prompt: Any = {"type": "token", "prompt_token_ids": [5]}
 
     async def run() -> None:
         CURRENT_CONTROLS.set(asked)
-        params = BeamSearchParams(beam_width=2, max_tokens=3)
-        async for _ in Front(client).beam_search(prompt, "cmpl-1", params):
-            pass
+        IN_BEAM_SEARCH.set(True)
+        await asyncio.create_task(client.add_request_async(request()))
 
     asyncio.run(run())
-    assert len(client.sent) == 1 + 2 + 2
-    controls = [parse_controls(each.sampling_params.extra_args, []) for each in client.sent]
-    assert {(each.speculation, each.learn) for each in controls} == {("off", False)}
+    (sent,) = client.sent
+    controls = parse_controls(sent.sampling_params.extra_args, [])
+    assert (controls.speculation, controls.learn) == ("off", False)
 
 
 def test_the_engine_gets_the_tokens_of_a_prediction_and_not_its_text() -> None:
