@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +21,8 @@ from vllm.platforms import current_platform
 from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds
 
-from specserve.engine.report import Outcome
 from specserve.engine.temporary_files import (
     keep_rendezvous_with_sockets,
     keep_sockets_in_session,
@@ -44,14 +42,6 @@ _IN_USE_S = 1.0
 """Seconds after a message in which a queue counts as in use. The value is vLLM's."""
 
 _NOT_ATTACHED: Any = object()
-
-
-def attach_drafts(
-    output: ModelRunnerOutput, drafts: DraftTokenIds | None, outcomes: Mapping[str, Outcome]
-) -> None:
-    """Adds the next step's drafts and the last drafts' outcomes to a step's output."""
-    output.specserve_drafts = drafts
-    output.specserve_outcomes = outcomes
 
 
 class DraftsWithTokens(_Executor):

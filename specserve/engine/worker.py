@@ -13,7 +13,6 @@ from specserve.core.metric_specs import ALL
 from specserve.core.samples import samples
 from specserve.drafters.ray_metrics import RayExporter
 from specserve.engine.cuda_graphs import capture_plain_steps
-from specserve.engine.executor import attach_drafts
 from specserve.engine.hook import ProposerHook
 from specserve.engine.sampling import keep_asked_tokens, repair_sampling, without_speculation
 
@@ -67,13 +66,17 @@ class SpeculationMixin(_Worker):
             return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Returns the step's tokens with the next drafts, so that the executor need not ask."""
+        """Returns the step's tokens with the next drafts, so that the executor need not ask.
+
+        The outcomes of the last drafts come with them, for the scheduler.
+        """
         with self._speculation():
             output = super().sample_tokens(grammar_output)
         if self._hook is not None and isinstance(output, ModelRunnerOutput):
             if self._is_idle:
                 self._hook.note_idle_step(output.sampled_token_ids)
-            attach_drafts(output, self.take_draft_token_ids(), self._hook.take_outcomes())
+            output.specserve_drafts = self.take_draft_token_ids()
+            output.specserve_outcomes = self._hook.take_outcomes()
         return output
 
     def close_sources(self) -> None:

@@ -21,7 +21,6 @@ from specserve.engine.executor import (
     InProcessExecutor,
     NodeRayWorkerProc,
     RayExecutor,
-    attach_drafts,
 )
 
 DRAFTS = DraftTokenIds(["a"], [[1, 2]])
@@ -46,7 +45,7 @@ def executor() -> DraftsWithTokens:
 def test_drafts_come_with_the_tokens(
     drafts: DraftTokenIds | None, output: ModelRunnerOutput, executor: DraftsWithTokens
 ) -> None:
-    attach_drafts(output, drafts, {})
+    output.specserve_drafts = drafts
     assert executor.sample_tokens(None) is output
     assert executor.take_draft_token_ids() is drafts
 
@@ -60,7 +59,7 @@ def test_missing_drafts_are_requested_from_the_shards(
 
 
 def test_drafts_are_taken_only_once(output: ModelRunnerOutput, executor: DraftsWithTokens) -> None:
-    attach_drafts(output, DRAFTS, {})
+    output.specserve_drafts = DRAFTS
     executor.sample_tokens(None)
     executor.take_draft_token_ids()
     assert executor.take_draft_token_ids() is ASKED_FOR

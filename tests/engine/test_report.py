@@ -19,7 +19,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from specserve.core.config import parse
 from specserve.engine.args import served_engine_args
-from specserve.engine.executor import attach_drafts
 from specserve.engine.report import Outcome, Reports, reported
 from specserve.engine.scheduler import DraftScheduler
 from tests.integration.cluster import model_path
@@ -74,7 +73,7 @@ class Core:
         scheduled = self.scheduler.schedule()
         output = ModelRunnerOutput(["a"], {"a": 0}, sampled_token_ids=[list(tokens)])
         if outcome is not None:
-            attach_drafts(output, None, {"a": outcome})
+            output.specserve_outcomes = {"a": outcome}
         outputs = self.scheduler.update_from_output(scheduled, output)
         self.scheduler.update_draft_token_ids(DraftTokenIds(["a"], [list(draft)]))
         (sent,) = (
