@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 
@@ -33,30 +33,6 @@ _MAX_CALL_RATIO = 4.0  # cap of one call's time, in mean calls
 _MAX_TRIES = 8  # repeats of a probe without an answer
 _AWAY_S = 1e-3  # a shorter call without drafts did not reach a drafter
 _MAX_PROBED_VALUE = 0.9  # a probed request's draft is worth less, as a share of its limit
-
-
-class AskContext(NamedTuple):
-    """The input of a remote source's ask policy in one step.
-
-    Attributes:
-        step: number of the step.
-        batch: n requests.
-        limits: int32 ``[n]``, longest draft that each request can use.
-        values: float64 ``[n]``, value in tokens of the drafts offered by other sources.
-        rate: expected output tokens per second with those drafts.
-        is_drafting: whether the plan sends any of those drafts.
-        costs: of a step of n requests.
-        unseen: float64 ``[>= n, k]``, see :func:`specserve.policy.acceptance.unseen_survival`.
-    """
-
-    step: int
-    batch: DraftBatch
-    limits: Int32Array
-    values: Float64Array
-    rate: float
-    is_drafting: bool
-    costs: Costs
-    unseen: Float64Array
 
 
 class AskPolicy:
@@ -161,39 +137,57 @@ class RemoteAskPolicy(AskPolicy):
         """Drops the state of requests that have ended."""
         self._saved_s[slots] = 0.0
 
-    def limits(self, context: AskContext, credit_s: Float64Array) -> Int32Array:
+    def limits(
+        self,
+        step: int,
+        batch: DraftBatch,
+        limits: Int32Array,
+        values: Float64Array,
+        rate: float,
+        costs: Costs,
+        unseen: Float64Array,
+        credit_s: Float64Array,
+        *,
+        is_drafting: bool,
+    ) -> Int32Array:
         """Lengths of the drafts to ask for: where they pay, else those of a probe.
 
         Args:
-            context: the step's.
+            step: number of the step.
+            batch: n requests.
+            limits: int32 ``[n]``, longest draft that each request can use.
+            values: float64 ``[n]``, value in tokens of the drafts offered by other sources.
+            rate: expected output tokens per second with those drafts.
+            costs: of a step of n requests.
+            unseen: float64 ``[>= n, k]``, see :func:`specserve.policy.acceptance.unseen_survival`.
             credit_s: float64 ``[1]``, the exploration budget; a probe is subtracted.
+            is_drafting: whether the plan sends any of those drafts.
 
         Returns:
             int32 ``[n]``, draft length for each request; 0: none.
         """
-        self._step, self._is_probe = context.step, False
-        limits, costs = context.limits, context.costs
+        self._step, self._is_probe = step, False
         self._plain_s = costs.plain
         if not limits.any():  # briefly, or because no request wants drafts
             self._num_unwanted += 1
             self.is_slow = self.is_slow or self._num_unwanted >= MAX_ASK_INTERVAL
             return np.zeros_like(limits)
         self._num_unwanted = 0
-        waits_s = self.guard.call(lambda: self._source.reading_s(context.batch))
+        waits_s = self.guard.call(lambda: self._source.reading_s(batch))
         if waits_s is None:
             self.is_slow = True
             return np.zeros_like(limits)
-        slots, self._waits_s = context.batch.slots, waits_s
+        slots, self._waits_s = batch.slots, waits_s
         saved_s = self._saved_s[slots]
         asked = np.zeros_like(limits)
         surplus = self._plan(
-            context.unseen,
+            unseen,
             limits,
-            context.values,
+            values,
             costs,
             self._cost.coefficients(costs.plain),
-            context.rate,
-            context.is_drafting,
+            rate,
+            is_drafting,
             kernel_array(waits_s, np.float64),
             saved_s,
             asked,
@@ -209,7 +203,7 @@ class RemoteAskPolicy(AskPolicy):
             self._pause.reset()
             self._waits_since = None
         else:
-            asked = self._probe(context, waits_s, credit_s)
+            asked = self._probe(slots, limits, values, credit_s)
         # A followed text costs time in each step, and it may soon end. So a probe is not delayed.
         is_probing = asked.any() or is_reading or self._waits_since is not None
         longer = min(2 * self._interval, MAX_DECISION_INTERVAL)
@@ -237,30 +231,29 @@ class RemoteAskPolicy(AskPolicy):
         self._cost.observe(int(rows.sum()), int(asked[rows].max()), call_s, self._plain_s)
 
     def _probe(
-        self, context: AskContext, waits_s: Float64Array, credit_s: Float64Array
+        self, slots: Int64Array, limits: Int32Array, values: Float64Array, credit_s: Float64Array
     ) -> Int32Array:
         """Lengths to ask for in a probe of one request, if it is due and the budget affords it.
 
         Takes the request with the least valuable draft, of those that the source follows. If none
         is followed, the probe waits first; after ``MAX_PROBE_INTERVAL`` steps it takes any request.
         """
-        limits = context.limits
-        asked = np.zeros_like(limits)
-        able = (waits_s < np.inf) & (context.values < _MAX_PROBED_VALUE * limits)
+        waits_s, asked = self._waits_s, np.zeros_like(limits)
+        able = (waits_s < np.inf) & (values < _MAX_PROBED_VALUE * limits)
         if not self._pause.is_due(self._step) or not able.any():
             return asked
-        call, request, token = self._cost.coefficients(context.costs.plain)
+        call, request, token = self._cost.coefficients(self._plain_s)
         price_s = call + request + token * int(limits[able].max())
-        if not self._affords(credit_s, price_s, context.costs.plain):
+        if not self._affords(credit_s, price_s, self._plain_s):
             return asked
-        if (followed := able & self._followed(context.batch.slots)).any():
+        if (followed := able & self._followed(slots)).any():
             able = followed
         elif self._waits_for_text():
             return asked
-        row = int(np.where(able, context.values, np.inf).argmin())
+        row = int(np.where(able, values, np.inf).argmin())
         asked[row] = limits[row]
         if waits_s[row] == 0.0:  # else the source only reads the text
-            self._spend(credit_s, price_s, context.costs.plain)
+            self._spend(credit_s, price_s, self._plain_s)
         self._is_probe, self._waits_since = True, None
         return asked
 

@@ -31,13 +31,7 @@ from specserve.core.types import (
     RequestControls,
 )
 from specserve.policy.acceptance import Acceptance, unseen_survival
-from specserve.policy.asking import (
-    MAX_ASK_INTERVAL,
-    AskContext,
-    AskPolicy,
-    LocalAskPolicy,
-    RemoteAskPolicy,
-)
+from specserve.policy.asking import MAX_ASK_INTERVAL, AskPolicy, LocalAskPolicy, RemoteAskPolicy
 from specserve.policy.cost import StepCost, is_calibrated
 from specserve.policy.planner import Costs, Plan
 from specserve.policy.step import (
@@ -290,12 +284,16 @@ class Chain:
             *self._plan_inputs(slots), self._acceptance.state, self._work, self._plan
         )
         self._predict_unseen(self._acceptance.state, ask.place, slots, self._unseen)
-        values, is_drafting = self._plan.values[:size], num_tokens > 0
         return ask.limits(
-            AskContext(
-                self._step, batch, limits, values, rate, is_drafting, Costs(*costs), self._unseen
-            ),
+            self._step,
+            batch,
+            limits,
+            self._plan.values[:size],
+            rate,
+            Costs(*costs),
+            self._unseen,
             self._work.credit_s,
+            is_drafting=num_tokens > 0,
         )
 
     def _plan_inputs(self, slots: Int64Array) -> tuple[object, ...]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from specserve.policy.asking import (
     MAX_ASK_INTERVAL,
     MAX_DECISION_INTERVAL,
     MAX_PROBE_INTERVAL,
-    AskContext,
     AskPolicy,
     LocalAskPolicy,
     RemoteAskPolicy,
@@ -138,21 +138,21 @@ def context(
     unseen: float = 0.0,
     values: Sequence[float] = (0.0,),
     limits: Sequence[int] = (4,),
-) -> AskContext:
-    """A step in which each draft token of the source survives with probability ``unseen``."""
+) -> dict[str, Any]:
+    """Arguments for a step: each draft token of the source survives with probability ``unseen``."""
     size = len(values)
     batch = draft_batch({slot: [1, 2, 3] for slot in range(size)})
     survival = np.full((4, 8), unseen)
-    return AskContext(
-        step,
-        batch,
-        np.array(limits, np.int32),
-        np.array(values),
-        size / STEP_S,
-        False,
-        COSTS,
-        survival,
-    )
+    return {
+        "step": step,
+        "batch": batch,
+        "limits": np.array(limits, np.int32),
+        "values": np.array(values),
+        "rate": size / STEP_S,
+        "costs": COSTS,
+        "unseen": survival,
+        "is_drafting": False,
+    }
 
 
 def probes(
@@ -161,7 +161,7 @@ def probes(
     """The steps in which a source without expected gain is probed."""
     found = []
     for step in range(num_steps):
-        asked = ask.limits(context(step), full() if account is None else account)
+        asked = ask.limits(**context(step), credit_s=full() if account is None else account)
         if asked.any():
             found.append(step)
         ask.observe(asked, lengths, 0.005)
@@ -192,9 +192,11 @@ def test_a_probe_asks_for_the_readable_text_with_the_lowest_draft_value(
     ask: RemoteAskPolicy, source: FakeRemote
 ) -> None:
     source.waits = {0: float("nan"), 1: float("inf")}
-    asked = ask.limits(context(0, values=(0.0, 0.0, 1.0, 0.5), limits=(4, 4, 4, 3)), full())
+    asked = ask.limits(
+        **context(0, values=(0.0, 0.0, 1.0, 0.5), limits=(4, 4, 4, 3)), credit_s=full()
+    )
     assert asked.tolist() == [0, 0, 0, 3]
-    assert not ask.limits(context(0, values=(0.0, 0.0), limits=(0, 0)), full()).any()
+    assert not ask.limits(**context(0, values=(0.0, 0.0), limits=(0, 0)), credit_s=full()).any()
 
 
 def test_the_budget_does_not_pay_for_a_probe_whose_text_is_read_first(
@@ -202,16 +204,16 @@ def test_the_budget_does_not_pay_for_a_probe_whose_text_is_read_first(
 ) -> None:
     account = np.full(1, 2 * STEP_S)
     source.waits = {0: 0.1}
-    assert ask.limits(context(0), account).any()
+    assert ask.limits(**context(0), credit_s=account).any()
     assert account == 2 * STEP_S
     source.waits = {}
-    assert ask.limits(context(0), account).any()
+    assert ask.limits(**context(0), credit_s=account).any()
     assert account < 2 * STEP_S
 
 
 def test_a_remote_source_is_due_in_each_step_while_it_pays(ask: RemoteAskPolicy) -> None:
     assert [ask.is_due(step, SLOTS) for step in range(9)] == [True] + [False] * 7 + [True]
-    assert ask.limits(context(0, unseen=0.9), empty()).tolist() == [4]
+    assert ask.limits(**context(0, unseen=0.9), credit_s=empty()).tolist() == [4]
     assert ask.is_due(1, SLOTS)
     assert ask.num_idle_steps(1, SLOTS) == 0
 
@@ -221,7 +223,7 @@ def test_decisions_on_a_remote_source_that_does_not_pay_become_rare(
 ) -> None:
     due = [0]
     while len(due) < 6:
-        ask.limits(context(due[-1]), empty())
+        ask.limits(**context(due[-1]), credit_s=empty())
         due.append(due[-1] + 1 + ask.num_idle_steps(due[-1], SLOTS))
     assert np.diff(due).tolist() == [16, 16, 32, 32, 32]
     assert not ask.is_considered(due[-1] + MAX_DECISION_INTERVAL // 2)
@@ -230,15 +232,15 @@ def test_decisions_on_a_remote_source_that_does_not_pay_become_rare(
 
 
 def test_a_probe_without_an_answer_is_soon_repeated(ask: RemoteAskPolicy) -> None:
-    ask.limits(context(0), empty())
-    assert ask.limits(context(MAX_DECISION_INTERVAL), full()).any()
+    ask.limits(**context(0), credit_s=empty())
+    assert ask.limits(**context(MAX_DECISION_INTERVAL), credit_s=full()).any()
     ask.observe(ONE, NONE, 0.005)
     assert ask.num_idle_steps(MAX_DECISION_INTERVAL, SLOTS) == MAX_ASK_INTERVAL - 1
 
 
 def reads(ask: RemoteAskPolicy, step: int) -> bool:
     """Whether a source with a high expected gain is asked in this step."""
-    return bool(ask.limits(context(step, unseen=0.9), empty()).any())
+    return bool(ask.limits(**context(step, unseen=0.9), credit_s=empty()).any())
 
 
 def test_a_text_is_read_once_its_own_missed_savings_equal_the_cost(
@@ -256,14 +258,14 @@ def test_a_text_is_read_once_its_own_missed_savings_equal_the_cost(
 def test_a_paying_source_stays_due_while_it_reads_a_text(
     ask: RemoteAskPolicy, source: FakeRemote
 ) -> None:
-    assert ask.limits(context(0, unseen=0.9), empty()).any()
+    assert ask.limits(**context(0, unseen=0.9), credit_s=empty()).any()
     source.waits = {0: np.inf}
     for step in range(1, 4):
         assert ask.is_due(step, SLOTS)
-        assert not ask.limits(context(step, unseen=0.9), empty()).any()
+        assert not ask.limits(**context(step, unseen=0.9), credit_s=empty()).any()
     source.waits = {}
     assert ask.is_due(4, SLOTS)
-    assert ask.limits(context(4, unseen=0.9), empty()).any()
+    assert ask.limits(**context(4, unseen=0.9), credit_s=empty()).any()
 
 
 def test_decisions_become_no_rarer_while_the_source_reads_a_text(
@@ -272,18 +274,18 @@ def test_decisions_become_no_rarer_while_the_source_reads_a_text(
     source.waits = {0: np.inf}
     for step in (0, 8, 16):
         assert ask.is_due(step, SLOTS)
-        ask.limits(context(step), full())
+        ask.limits(**context(step), credit_s=full())
     assert ask.num_idle_steps(16, SLOTS) == MAX_ASK_INTERVAL - 1
 
 
 def test_a_paying_source_stays_due_after_a_step_in_which_no_draft_fits(
     ask: RemoteAskPolicy,
 ) -> None:
-    assert ask.limits(context(0, unseen=0.9), empty()).any()
-    assert not ask.limits(context(1, unseen=0.9, limits=(0,)), empty()).any()
+    assert ask.limits(**context(0, unseen=0.9), credit_s=empty()).any()
+    assert not ask.limits(**context(1, unseen=0.9, limits=(0,)), credit_s=empty()).any()
     assert ask.is_due(2, SLOTS)
     for step in range(2, 1 + MAX_ASK_INTERVAL):
-        ask.limits(context(step, unseen=0.9, limits=(0,)), empty())
+        ask.limits(**context(step, unseen=0.9, limits=(0,)), credit_s=empty())
     assert ask.is_slow  # no request wants drafts
 
 
@@ -293,36 +295,36 @@ def test_a_call_that_only_sends_a_text_is_not_measured(
     good = context(0, unseen=0.5)
     source.waits = {0: 1e-9}
     for _ in range(20):
-        assert ask.limits(good, empty()).any()
+        assert ask.limits(**good, credit_s=empty()).any()
         ask.observe(ONE * 4, NONE, 0.05)  # hidden states were copied
     source.waits = {}
-    assert ask.limits(good, empty()).any()
+    assert ask.limits(**good, credit_s=empty()).any()
 
 
 def test_a_source_is_asked_only_while_its_calls_are_fast(ask: RemoteAskPolicy) -> None:
     good, four = context(0, unseen=0.5), ONE * 4
-    assert ask.limits(good, empty()).any()
+    assert ask.limits(**good, credit_s=empty()).any()
     for seconds, is_asked in ((0.05, False), (0.001, True)):
         for _ in range(20):
             ask.observe(four, four, seconds)
-        assert ask.limits(good, empty()).any() == is_asked
+        assert ask.limits(**good, credit_s=empty()).any() == is_asked
 
 
 def test_calls_that_reach_no_drafter_do_not_lower_the_cost(ask: RemoteAskPolicy) -> None:
     good = context(0, unseen=0.5)
-    ask.limits(good, empty())
+    ask.limits(**good, credit_s=empty())
     for _ in range(10):
         ask.observe(ONE, ONE, 0.05)
     for _ in range(50):
         ask.observe(ONE, NONE, 1e-5)
-    assert not ask.limits(good, empty()).any()
+    assert not ask.limits(**good, credit_s=empty()).any()
 
 
 def test_a_probe_asks_for_a_text_that_the_source_follows(
     ask: RemoteAskPolicy, source: FakeRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "are_followed", lambda slots: slots == 1)
-    asked = ask.limits(context(0, values=(0.0, 1.0), limits=(4, 4)), full())
+    asked = ask.limits(**context(0, values=(0.0, 1.0), limits=(4, 4)), credit_s=full())
     assert asked.tolist() == [0, 4]
 
 
@@ -332,11 +334,11 @@ def test_a_probe_waits_for_a_followed_text_for_a_limited_time(
     source.may_follow = True
     assert probes(ask, MAX_PROBE_INTERVAL, ONE) == []
     assert source.num_to_follow == MAX_PROBE_INTERVAL
-    asked = ask.limits(context(MAX_PROBE_INTERVAL), full())
+    asked = ask.limits(**context(MAX_PROBE_INTERVAL), credit_s=full())
     assert asked.tolist() == [4]
     ask.observe(asked, ONE, 0.005)
     source.is_watching = True
-    assert ask.limits(context(MAX_PROBE_INTERVAL + 1), full()).tolist() == [4]
+    assert ask.limits(**context(MAX_PROBE_INTERVAL + 1), credit_s=full()).tolist() == [4]
 
 
 def test_no_text_is_followed_without_credit_for_a_probe(
@@ -351,6 +353,6 @@ def test_a_probe_waits_again_after_the_source_has_paid(
     ask: RemoteAskPolicy, source: FakeRemote
 ) -> None:
     source.may_follow = True
-    assert not ask.limits(context(0), full()).any()
-    assert ask.limits(context(100, unseen=0.9), full()).any()
-    assert not ask.limits(context(MAX_PROBE_INTERVAL), full()).any()
+    assert not ask.limits(**context(0), credit_s=full()).any()
+    assert ask.limits(**context(100, unseen=0.9), credit_s=full()).any()
+    assert not ask.limits(**context(MAX_PROBE_INTERVAL), credit_s=full()).any()
