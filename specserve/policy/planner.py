@@ -210,7 +210,8 @@ def plan_call(  # type: ignore[no-untyped-def]
         Expected gain of the call in tokens beyond its cost; 0.0 if it does not pay.
     """
     (plain, base, slope), (call_s, row_s, token_s) = costs, call
-    price, overhead = rate * slope, 0.0 if is_drafting else rate * (base - plain)
+    price, fee = rate * slope, rate * row_s
+    overhead = 0.0 if is_drafting else rate * (base - plain)
     n, most = limits.shape[0], 0
     for row in range(n):
         most = max(most, limits[row])
@@ -218,9 +219,7 @@ def plan_call(  # type: ignore[no-untyped-def]
     while True:
         surplus = -overhead - rate * (call_s + token_s * length)
         for row in range(n):
-            if waits_s[row] < np.inf:  # false for NaN too
-                gain = _unseen_value(unseen[row], min(length, limits[row]), price)
-                surplus += max(gain - values[row] - rate * row_s, 0.0)
+            surplus += _gain(row, length, unseen, limits, values, waits_s, price, fee)
         if surplus > best:
             best, best_length = surplus, length
         if length >= most:
@@ -230,10 +229,7 @@ def plan_call(  # type: ignore[no-untyped-def]
         return 0.0
     surplus = -overhead - rate * (call_s + token_s * best_length)
     for row in range(n):
-        if not waits_s[row] < np.inf:
-            continue
-        gain = _unseen_value(unseen[row], min(best_length, limits[row]), price)
-        gain -= values[row] + rate * row_s
+        gain = _gain(row, best_length, unseen, limits, values, waits_s, price, fee)
         if gain > 0.0:
             if waits_s[row] > 0.0:
                 saved_s[row] += gain / rate
@@ -251,9 +247,11 @@ def plan_call(  # type: ignore[no-untyped-def]
 
 
 @inner
-def _unseen_value(unseen, limit, price):  # type: ignore[no-untyped-def]
-    """Expected value of a draft of ``limit`` tokens that is not asked for yet."""
-    gain = 0.0
-    for j in range(limit):
-        gain += max(unseen[j] - price, 0.0)
-    return gain
+def _gain(row, length, unseen, limits, values, waits_s, price, fee):  # type: ignore[no-untyped-def]
+    """Gain in tokens if a draft of at most ``length`` tokens is asked for; 0.0: it does not pay."""
+    if not waits_s[row] < np.inf:  # true for NaN too
+        return 0.0
+    gain = -values[row] - fee
+    for j in range(min(length, limits[row])):
+        gain += max(unseen[row, j] - price, 0.0)
+    return max(gain, 0.0)
