@@ -20,13 +20,11 @@ class ServerCounters:
     """Totals since the start; may be read from any thread.
 
     Attributes:
-        num_requests: valid requests for drafts.
-        num_rows: rows of these requests.
+        num_rows: rows of valid requests for drafts.
         num_refused: what was dropped, by reason.
         compute_s: duration of all model calls that succeeded, in seconds.
     """
 
-    num_requests: int = 0
     num_rows: int = 0
     num_refused: dict[Refused, int] = field(
         default_factory=lambda: dict.fromkeys(get_args(Refused), 0)

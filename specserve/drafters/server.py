@@ -163,7 +163,6 @@ class DrafterServer:
                 self._seats[question.replica] = arrival.at
             self._router.reply(name, Greeting(question.number, self._instance, self._card))
         else:
-            self.counters.num_requests += 1
             self.counters.num_rows += len(question.rows)
             self._forget(name, question.forget)
             waiting = [call.num_bytes for call in self._calls if call.client == name]

@@ -61,11 +61,6 @@ class CallCost:
         call, request, token = np.maximum(found, 0.0).tolist()
         return call, request, token
 
-    @property
-    def covariance(self) -> Float64Array:
-        """float64 ``[3, 3]``, of the coefficients."""
-        return self._line[_COVARIANCE : _COVARIANCE + 9].reshape(3, 3)
-
     def observe(self, num_requests: int, longest: int, seconds: float, plain_s: float) -> None:
         """Updates the costs with one call of ``seconds``; a call of 0 s is ignored.
 

@@ -108,7 +108,7 @@ def test_a_client_without_the_secret_is_refused(
                 await_refused(server, number)
                 greet(server)
                 assert not client.poll(0)
-    assert (server.counters.num_requests, server.counters.num_refused["malformed"]) == (0, 0)
+    assert (server.counters.num_rows, server.counters.num_refused["malformed"]) == (0, 0)
     assert drafter.calls == []
     (record,) = caplog.records
     assert 'refused connection: "it came without this drafter\'s secret"' in record.getMessage()

@@ -117,7 +117,7 @@ def test_long_texts_of_one_step_go_in_requests_of_their_own(
     made.grow("longest", FEED_TOKENS)
     made.grow("shorter", 2 * NEAR_TOKENS)
     made.propose("longest", "shorter")
-    eventually(lambda: server.counters.num_requests == 2, "two requests", WAIT_S, 0.001)
+    eventually(lambda: server.counters.num_rows == 2, "two rows", WAIT_S, 0.001)
     made.until_drafts("shorter")
     made.until_drafts("longest")
 
@@ -196,7 +196,7 @@ def test_the_end_of_a_text_that_was_never_sent_is_not_sent(
         made.close(name)
     eventually(lambda: drafter.forgotten, "the end of the sent text", WAIT_S, 0.005)
     assert [key[1] for key in drafter.forgotten] == [1]
-    assert server.counters.num_requests == 2
+    assert server.counters.num_rows == 1
 
 
 def test_requests_without_drafts_of_this_source_are_not_sent(
