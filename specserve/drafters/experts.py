@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specserve.drafters.latent_attention import Weights
+from specserve.drafters.mtp_weights import MtpWeights
 from specserve.drafters.ops import laid_out
 
 
@@ -18,7 +18,7 @@ class MixtureOfExperts:
     ``config`` is transformers' DeepseekV3Config.
     """
 
-    def __init__(self, config: Any, weights: Weights) -> None:
+    def __init__(self, config: Any, weights: MtpWeights) -> None:
         width, inner = config.hidden_size, config.moe_intermediate_size
         count = config.n_routed_experts
         self._top_k = config.num_experts_per_tok
@@ -78,7 +78,7 @@ class MixtureOfExperts:
 class _Expert:
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, weights: Weights, name: str, width: int, inner: int) -> None:
+    def __init__(self, weights: MtpWeights, name: str, width: int, inner: int) -> None:
         gate = weights.get(f"{name}.gate_proj.weight", inner, width)
         up = weights.get(f"{name}.up_proj.weight", inner, width)
         self.gate_up = laid_out(torch.cat([gate, up]))

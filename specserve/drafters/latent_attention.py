@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +21,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from specserve.drafters.kv_cache import Packed, Span, check_room
+from specserve.drafters.mtp_weights import MtpWeights
 from specserve.drafters.ops import laid_out, rotate
-
-
-class Weights(Protocol):
-    """Where a layer gets its weights from."""
-
-    def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The layer's tensor ``name``, which must have this shape; dtype None: the model's."""
-        ...
 
 
 class LatentAttention:
@@ -45,7 +38,7 @@ class LatentAttention:
         ConfigError: the cache does not fit into the device's memory.
     """
 
-    def __init__(self, config: Any, weights: Weights, num_slots: int, max_entries: int) -> None:
+    def __init__(self, config: Any, weights: MtpWeights, num_slots: int, max_entries: int) -> None:
         self._heads = heads = config.num_attention_heads
         self._nope, self._rope = config.qk_nope_head_dim, config.qk_rope_head_dim
         self._value, self._latent = config.v_head_dim, config.kv_lora_rank

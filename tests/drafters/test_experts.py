@@ -29,7 +29,7 @@ def both(config: Any, dtype: torch.dtype = torch.float32) -> tuple[MixtureOfExpe
                 tensors[f"experts.{index}.down_proj.weight"] = expert
         else:
             tensors[name] = tensor
-    given = GivenWeights({name: tensor.to(dtype) for name, tensor in tensors.items()})
+    given: Any = GivenWeights({name: tensor.to(dtype) for name, tensor in tensors.items()})
     return MixtureOfExperts(config, given), theirs
 
 

@@ -47,7 +47,8 @@ class Both:
         self._theirs = DeepseekV3Attention(config, 0).eval()
         self._rotary = DeepseekV3RotaryEmbedding(config)
         randomise(self._theirs)
-        self.ours = LatentAttention(config, GivenWeights(self._theirs.state_dict()), 3, 128)
+        weights: Any = GivenWeights(self._theirs.state_dict())
+        self.ours = LatentAttention(config, weights, 3, 128)
         self.ours.cache.fill_(torch.nan)  # unwritten entries must not be read
 
     def expected(self, x: Tensor, begin: int = 0) -> Tensor:
