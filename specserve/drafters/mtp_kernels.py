@@ -8,7 +8,7 @@ float32. Imports no torch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 
@@ -179,32 +179,14 @@ class MtpKernels:
 
 def compile_draft() -> None:
     """Compiles the kernel into the cache on disk, so that no drafter compiles it."""
-    vector, table = np.zeros(1, np.float32), np.zeros((1, 1), np.float32)
-    matrix, matrices = np.zeros((1, 1), np.uint16), np.zeros((1, 1, 1), np.uint16)
-    weights = Weights(
-        embedding=matrix,
-        enorm=vector,
-        hnorm=vector,
-        join=matrix,
-        input_norm=vector,
-        kv_down=matrix,
-        kv_norm=vector,
-        query=matrix,
-        key_up=matrices,
-        value_up=matrices,
-        out=matrix,
-        mlp_norm=vector,
-        gate=table,
-        gate_bias=vector,
-        shared_gate_up=matrix,
-        shared_down=matrix,
-        gate_up=matrices,
-        down=matrices,
-        norm=vector,
-        head=matrix,
-        cos=table,
-        sin=table,
-    )
+    vector, matrix = np.zeros(1, np.float32), np.zeros((1, 1), np.uint16)
+    usual: dict[str, Any] = {
+        name: matrix if kind == UInt16Array else vector
+        for name, kind in get_type_hints(Weights).items()
+    }
+    tables = dict.fromkeys(("gate", "cos", "sin"), vector[None])
+    stacks = dict.fromkeys(("key_up", "value_up", "gate_up", "down"), matrix[None])
+    weights = Weights(**usual | tables | stacks)
     MtpKernels(weights, Scales(0.0, 1.0, 1.0, 1, True), np.zeros((1, 1, 1), np.float32))
 
 
