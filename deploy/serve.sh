@@ -13,9 +13,9 @@ folder=$(dirname "$0")
 . "${NODE_ENV_FILE:-$folder/node.env}"
 address=$1:$GCS_PORT
 
-trap 'exit 1' INT TERM
 "$folder/head.sh" "$1" "${@:3}" &
 head=$!
+trap 'kill $head || true; wait $head || true; exit 1' INT TERM
 until ray health-check --address "$address"; do
   kill -0 $head  # the head still runs
   sleep 1

@@ -76,7 +76,8 @@ def _build(args: dict[str, Any]) -> Application:
         max_ongoing_requests=2 * most_requests,
         request_router_config=router_config(),
         graceful_shutdown_timeout_s=config.http.drain_timeout_s,
-        # Of all replicas together: a host that is late fails the first start of each one.
+        # Of all replicas together, since a late host may fail the first start of each one. A
+        # `num_replicas` under `deployments` does not count.
         max_constructor_retry_count=_MAX_STARTS * config.placement.num_replicas,
         # Serve replaces a replica after three failed checks. Checks are frequent because they cost
         # nothing, and because a dead engine does not recover.

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+from pydantic import PrivateAttr
 from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall
+from vllm.entrypoints.openai.responses import serving
 from vllm.parser.abstract_parser import DelegatingParser
+from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 
 from specserve.engine.token_texts import TokenTexts
 
@@ -20,9 +23,10 @@ from specserve.engine.token_texts import TokenTexts
 def parse_token_by_token() -> None:
     """Makes vLLM's routes feed the parsers that need it token by token."""
     DelegatingParser.parse_delta = _parse_tokens
+    serving.split_delta = _split
 
 
-_parse = DelegatingParser.parse_delta
+_parse, _split_fields = DelegatingParser.parse_delta, serving.split_delta
 
 
 def _parse_tokens(
@@ -47,12 +51,32 @@ def _parse_tokens(
         )
         parser.specserve_stream = stream = _Stream(texts)
     pieces = stream.add(delta_text, delta_token_ids, finished=finished)
+    whole = _joined(pieces)
+    if not _needs_tokens(parser, whole[1]):
+        pieces = [whole]
     last = len(pieces) - 1
     parts = [
         _parse(parser, text, tokens, request, prompt_token_ids, finished=finished and each == last)
         for each, (text, tokens) in enumerate(pieces)
     ]
     return merged([part for part in parts if part is not None])
+
+
+def _needs_tokens(parser: Any, tokens: Sequence[int]) -> bool:
+    """Whether a parser may have to see these tokens one by one.
+
+    Not within reasoning, nor in an answer without tools: each call costs time that grows with the
+    text before it.
+    """
+    state = parser._stream_state
+    if not state.prompt_reasoning_checked:  # the first tokens
+        return True
+    if state.reasoning_ended:
+        return parser._tool_parser is not None
+    reasoning = parser._reasoning_parser
+    if not isinstance(reasoning, BaseThinkingReasoningParser):
+        return True
+    return reasoning.start_token_id in tokens or reasoning.end_token_id in tokens
 
 
 class _Stream:
@@ -64,26 +88,59 @@ class _Stream:
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._text = ""
-        self._waiting: list[tuple[int, int]] = []  # (token, characters of its text)
+        self._waiting: list[tuple[int, str]] = []  # (token, its text)
+        self._is_exact = True  # whether the tokens' texts are those that came
 
-    def add(
-        self, text: str, tokens: Sequence[int], *, finished: bool
-    ) -> list[tuple[str, list[int]]]:
-        """Adds new text and tokens; returns each token that has its text now, with this text."""
+    def add(self, text: str, tokens: Sequence[int], *, finished: bool) -> list[Piece]:
+        """Adds new text and tokens; returns each token that has its text now, with this text.
+
+        If the text is not that of the tokens, as at a stop string, all come in one piece.
+        """
         self._text += text
-        self._waiting += [(token, len(self._texts.next(token))) for token in tokens]
-        pieces, begin = [], 0
-        for token, length in self._waiting:
-            if begin + length > len(self._text) and not finished:
+        self._waiting += [(token, self._texts.next(token)) for token in tokens]
+        pieces: list[Piece] = []
+        begin = 0
+        for token, own in self._waiting if self._is_exact else ():
+            if not self._text.startswith(own, begin):
+                self._is_exact = own.startswith(self._text[begin:])
                 break
-            pieces.append((self._text[begin : begin + length], [token]))
-            begin += length
-        del self._waiting[: len(pieces)]
-        self._text = self._text[begin:]
-        if finished:
-            before, of_last = pieces.pop() if pieces else ("", [])
-            pieces.append((before + self._text, of_last))
+            pieces.append((self._text[begin : begin + len(own)], [token]))
+            begin += len(own)
+        left, self._text = self._text[begin:], self._text[begin:]
+        waiting = [token for token, _ in self._waiting[len(pieces) :]]
+        if finished or not self._is_exact:
+            if left or waiting or not pieces:
+                pieces.append((left, waiting))
+            self._text, waiting = "", []
+        self._waiting = self._waiting[-len(waiting) :] if waiting else []
         return pieces
+
+
+Piece = tuple[str, list[int]]
+"""Some text of an answer and its tokens."""
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    return "".join(text for text, _ in pieces), [token for _, each in pieces for token in each]
+
+
+class _Merged(DeltaMessage):
+    """A message with the content of several, which keeps these in their order."""
+
+    _parts: list[DeltaMessage] = PrivateAttr(default_factory=list)
+
+
+def _split(delta: DeltaMessage) -> list[DeltaMessage]:
+    """vLLM's ``split_delta`` for typed events. It would move text before a call that it follows."""
+    if not isinstance(delta, _Merged):
+        return _split_fields(delta)  # type: ignore[no-any-return]
+    kept = {call.index for call in delta.tool_calls or ()}  # one with `parallel_tool_calls: false`
+    found = []
+    for part in delta._parts:
+        calls = [call for call in part.tool_calls or () if call.index in kept]
+        if calls or part.content is not None or part.reasoning is not None:
+            found += _split_fields(part.model_copy(update={"tool_calls": calls}))
+    return found
 
 
 def merged(parts: Sequence[DeltaMessage]) -> DeltaMessage | None:
@@ -91,14 +148,16 @@ def merged(parts: Sequence[DeltaMessage]) -> DeltaMessage | None:
     if len(parts) < 2:
         return parts[0] if parts else None
     calls: dict[int, list[DeltaToolCall]] = {}
-    for call in chain.from_iterable(part.tool_calls for part in parts):
+    for call in chain.from_iterable(part.tool_calls or () for part in parts):
         calls.setdefault(call.index, []).append(call)
-    return DeltaMessage(
+    whole = _Merged(
         **_given("role", parts, of_first=True),
         **_given("content", parts),
         **_given("reasoning", parts),
         tool_calls=[_merged_call(each) for each in calls.values()],
     )
+    whole._parts = list(parts)
+    return whole
 
 
 def _merged_call(parts: Sequence[DeltaToolCall]) -> DeltaToolCall:

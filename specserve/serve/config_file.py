@@ -20,6 +20,7 @@ from specserve.core.validation import from_validation_error
 
 IMPORT_PATH = "specserve.app:build"
 DEPLOYMENT = "ModelServer"
+_MERGE = "tag:yaml.org,2002:merge"
 
 _SECTIONS: dict[str, type[BaseModel]] = {
     "autoscaling_config": AutoscalingConfig,
@@ -113,12 +114,13 @@ class _Loader(yaml.SafeLoader):
         """The mapping of a node."""
         seen = set()
         for key, _ in node.value:
-            if key.value in seen:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
+                continue
+            if (found := self.construct_object(key)) in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"the key {key.value} occurs twice", problem_mark=key.start_mark
                 )
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
+            seen.add(found)
         return super().construct_mapping(node, deep)
 
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from specserve.cli.main import main
+from specserve.serve.config_file import _Loader
 from tests.model_cards import DEEPSEEK_R1
 
 
@@ -136,6 +137,8 @@ def bad(**sections: Any) -> dict[str, Any]:
             "http_options.port: 99999 is not allowed; allowed: 1 .. 65535",
         ),
         ("applications: []\nhttp_options: {port: 1, port: 2}", "line 2, column 25: not valid YAML"),
+        ("{applications: [], true: 1, True: 2}", "line 1, column 29: not valid YAML"),
+        ("applications: {{ apps }}", "line 1, column 16: not valid YAML"),
         (serve_file([]), "applications.0.args: [] is not allowed; allowed: "),
         (
             bad(model={"path": "models/tyni"}),
@@ -518,3 +521,10 @@ def test_tls_is_refused_behind_haproxy(
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     assert main(["check", file]) == 2
     assert "http_options.ssl_keyfile: 'key.pem' is not allowed" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("folder")
+def test_merged_mappings_and_keys_of_other_types_are_no_repetitions() -> None:
+    merged = "a: &a {x: 1}\nb: &b {y: 2}\nc: {<<: *a, <<: *b}\nd: {1: 1, '1': 2}"
+    assert yaml.load(merged, _Loader)["c"] == {"x": 1, "y": 2}
+    assert yaml.load(merged, _Loader)["d"] == {1: 1, "1": 2}

@@ -211,6 +211,18 @@ def test_an_application_that_ends_ends_the_container(image: Path) -> None:
     assert start_head(image).wait(60) == 3
 
 
+def test_a_stop_before_ray_answers_ends_the_node(image: Path) -> None:
+    ended = f"echo 'head.sh ended' >> {image}/notes"
+    runs = f"echo runs >> {image}/notes; while :; do sleep 0.1; done"
+    record(image / "deploy/head.sh", f"trap '{ended}; exit' TERM\n{runs}")
+    record(image / "bin/ray", "exit 1")
+    head = start_head(image)
+    eventually(lambda: "runs" in notes(image), "the head runs", 60)
+    head.send_signal(signal.SIGINT)
+    assert head.wait(60) == 1
+    assert notes(image)[-1] == "head.sh ended"
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_ends_the_application_then_writes_the_snapshot_then_ends_the_node(
     image: Path, how: signal.Signals
