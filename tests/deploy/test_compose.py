@@ -212,7 +212,7 @@ def test_an_application_that_ends_ends_the_container(image: Path) -> None:
 
 
 def test_a_stop_before_ray_answers_ends_the_node(image: Path) -> None:
-    ended = f"echo 'head.sh ended' >> {image}/notes"
+    ended = f"echo head.sh ended >> {image}/notes"
     runs = f"echo runs >> {image}/notes; while :; do sleep 0.1; done"
     record(image / "deploy/head.sh", f"trap '{ended}; exit' TERM\n{runs}")
     record(image / "bin/ray", "exit 1")
