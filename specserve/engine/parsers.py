@@ -7,6 +7,7 @@ brace of a call's arguments (https://github.com/vllm-project/vllm/issues/48020).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -18,6 +19,9 @@ from vllm.parser.abstract_parser import DelegatingParser
 from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 
 from specserve.engine.token_texts import TokenTexts
+
+Piece = tuple[str, list[int]]
+"""Some text of an answer and its tokens."""
 
 
 def parse_token_by_token() -> None:
@@ -88,7 +92,7 @@ class _Stream:
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._text = ""
-        self._waiting: list[tuple[int, str]] = []  # (token, its text)
+        self._waiting: deque[tuple[int, str]] = deque()  # (token, its text)
         self._is_exact = True  # whether the tokens' texts are those that came
 
     def add(self, text: str, tokens: Sequence[int], *, finished: bool) -> list[Piece]:
@@ -97,27 +101,22 @@ class _Stream:
         If the text is not that of the tokens, as at a stop string, all come in one piece.
         """
         self._text += text
-        self._waiting += [(token, self._texts.next(token)) for token in tokens]
+        self._waiting.extend((token, self._texts.next(token)) for token in tokens)
         pieces: list[Piece] = []
-        begin = 0
-        for token, own in self._waiting if self._is_exact else ():
-            if not self._text.startswith(own, begin):
-                self._is_exact = own.startswith(self._text[begin:])
+        while self._waiting and self._is_exact:
+            token, own = self._waiting[0]
+            if not self._text.startswith(own):
+                self._is_exact = own.startswith(self._text)
                 break
-            pieces.append((self._text[begin : begin + len(own)], [token]))
-            begin += len(own)
-        left, self._text = self._text[begin:], self._text[begin:]
-        waiting = [token for token, _ in self._waiting[len(pieces) :]]
+            pieces.append((own, [token]))
+            self._waiting.popleft()
+            self._text = self._text[len(own) :]
         if finished or not self._is_exact:
-            if left or waiting or not pieces:
-                pieces.append((left, waiting))
-            self._text, waiting = "", []
-        self._waiting = self._waiting[-len(waiting) :] if waiting else []
+            if self._text or self._waiting or not pieces:
+                pieces.append((self._text, [token for token, _ in self._waiting]))
+            self._text = ""
+            self._waiting.clear()
         return pieces
-
-
-Piece = tuple[str, list[int]]
-"""Some text of an answer and its tokens."""
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:
