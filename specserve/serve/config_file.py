@@ -74,7 +74,7 @@ def _read(path: Path) -> ServeFile:
         raise ConfigError("file", content, "a mapping with the key applications")
     for field, deployment in _deployments(content):  # Serve's schema expects mappings
         if not isinstance(deployment, dict):
-            raise ConfigError(field, deployment, "a mapping with the name ModelServer")
+            raise ConfigError(field, deployment, f"a mapping with the name {DEPLOYMENT}")
     try:
         # A copy, because Serve changes the sections.
         schema = ServeDeploySchema.model_validate(deepcopy(content), extra="forbid")
@@ -83,7 +83,7 @@ def _read(path: Path) -> ServeFile:
     if not schema.applications:
         raise ConfigError("applications", [], "at least one application")
     _check_sections(content)
-    _check_options(schema)
+    _check_options(schema, content)
     return ServeFile(
         path=path,
         host=schema.http_options.host,
@@ -133,7 +133,7 @@ def _deployments(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"applications.{index}.deployments.{number}", deployment
 
 
-def _check_options(schema: ServeDeploySchema) -> None:
+def _check_options(schema: ServeDeploySchema, content: dict[str, Any]) -> None:
     """Refuses values that Serve's schema accepts, and that would fail at the start or later.
 
     Raises:
@@ -148,12 +148,13 @@ def _check_options(schema: ServeDeploySchema) -> None:
                 allowed = "nothing behind HAProxy, which speaks HTTP: end TLS before it"
                 raise ConfigError(f"http_options.{name}", value, allowed)
     for index, application in enumerate(schema.applications):
-        field, prefix = f"applications.{index}", application.route_prefix or "/"
+        prefix = application.route_prefix or "/"
         if not prefix.startswith("/"):
-            raise ConfigError(f"{field}.route_prefix", prefix, "a path that begins with /")
-        for number, deployment in enumerate(application.deployments):
-            if deployment.name != DEPLOYMENT:
-                raise ConfigError(f"{field}.deployments.{number}.name", deployment.name, DEPLOYMENT)
+            field = f"applications.{index}.route_prefix"
+            raise ConfigError(field, prefix, "a path that begins with /")
+    for field, deployment in _deployments(content):
+        if deployment["name"] != DEPLOYMENT:
+            raise ConfigError(f"{field}.name", deployment["name"], DEPLOYMENT)
 
 
 def _serve_error(error: ValidationError) -> SpecServeError:
