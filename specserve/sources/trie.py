@@ -157,15 +157,14 @@ class TrieSource:
     def finish(self, batch: DraftBatch) -> None:
         """See :class:`specserve.sources.base.LearningSource`."""
         slots = batch.slots
+        is_learned = self._trie_of[slots] != _NO_TRIE
         firsts = batch.num_tokens - LEARN_TOKENS_PER_STEP
-        behind = np.flatnonzero(
-            (self._num_learned[slots] < firsts) & (self._trie_of[slots] != _NO_TRIE)
-        )
+        behind = np.flatnonzero((self._num_learned[slots] < firsts) & is_learned)
         for row, slot in zip(behind.tolist(), slots[behind].tolist(), strict=True):
             self._trie(self._trie_of[slot]).skip(int(self._sequences[slot]))
             self._num_learned[slot] = firsts[row]
-        num_left = int(np.maximum(batch.num_tokens - self._num_learned[slots], 0).sum())
-        for _ in range(1 + num_left // LEARN_TOKENS_PER_STEP):
+        left = np.maximum(batch.num_tokens - self._num_learned[slots], 0)
+        for _ in range(1 + int(left[is_learned].sum()) // LEARN_TOKENS_PER_STEP):
             self.propose(batch, np.zeros(len(slots), np.int32))
 
     def close(self, slots: Int64Array) -> None:
