@@ -10,10 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from ray.serve.schema import ApplicationStatus
@@ -154,15 +157,22 @@ def test_the_files_in_the_image_include_those_that_the_head_runs() -> None:
 
 
 @pytest.fixture
-def image(tmp_path: Path) -> Path:
-    """The programs of the head's container. Most of them only record their call."""
+def image(tmp_path: Path) -> Iterator[Path]:
+    """The programs of the head's container. Most of them only record their call.
+
+    None of them is left running, even if a test fails.
+    """
     for name in ("deploy/head.sh", "bin/ray", "bin/serve", "bin/specserve"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         record(tmp_path / name)
     record(tmp_path / "deploy/head.sh", "exec sleep 60")
     shutil.copy(FOLDER / "serve.sh", tmp_path / "deploy")
     (tmp_path / "deploy/node.env").write_text("GCS_PORT=7\n")
-    return tmp_path
+    yield tmp_path
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if Path(process.cwd()) == tmp_path:
+                process.kill()
 
 
 def record(program: Path, then: str = "") -> None:
