@@ -20,6 +20,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from specserve.core.token_texts import TokenTexts
 from specserve.core.types import Int32Array
+from specserve.engine.shortest_match import LONGEST, longest_of_shortest
 from specserve.sources.controls import REASONING_KEY
 
 _CONTEXT_TOKENS = 4
@@ -56,7 +57,7 @@ class Grammars:
         if wanted is None or wanted._backend != "xgrammar" or prompt is None:
             return None
         given = self._thread.submit(self._give, request_id, prompt, params)
-        return RequestGrammar(self._manager, given, self._tokenizer)
+        return RequestGrammar(self._manager, given, self._tokenizer, self._thread)
 
     def _give(self, request_id: str, prompt: list[int], params: SamplingParams) -> Given:
         ended, options = (params.extra_args or {}).get(REASONING_KEY, (None, None))
@@ -81,9 +82,15 @@ class RequestGrammar:
     """One request's grammar; implements :class:`specserve.core.types.Grammar`."""
 
     def __init__(
-        self, manager: StructuredOutputManager, given: Future[Given], tokenizer: Any
+        self,
+        manager: StructuredOutputManager,
+        given: Future[Given],
+        tokenizer: Any,
+        thread: ThreadPoolExecutor,
     ) -> None:
         self._manager, self._given, self._tokenizer = manager, given, tokenizer
+        self._thread = thread
+        self._shortest: Future[float] | None = None
 
     @property
     def texts(self) -> TokenTexts:
@@ -94,7 +101,8 @@ class RequestGrammar:
     def forced(self, answer: Int32Array) -> str:
         """The text that must follow this answer; empty if there is none or while compiling.
 
-        Raises ValueError for refused tokens, or the exception of a failed compilation.
+        Raises ValueError for refused tokens or a grammar that may force an endless text, or the
+        exception of a failed compilation.
         """
         if not self._given.done():
             return ""
@@ -105,6 +113,12 @@ class RequestGrammar:
             return ""
         if isinstance(grammar, Exception):
             raise grammar
+        if self._shortest is None:
+            self._shortest = self._thread.submit(_shortest, grammar.ctx)
+        if not self._shortest.done():
+            return ""
+        if self._shortest.result() > LONGEST:  # xgrammar's search below might not end
+            raise ValueError(f"a part of the grammar may match no text of up to {LONGEST} bytes")
         new = answer[request.num_output_tokens :].tolist()
         if new:
             request.append_output_token_ids(new)
@@ -112,7 +126,10 @@ class RequestGrammar:
                 raise ValueError(f"the grammar refuses the answer's tokens {new}")
         if not structured.reasoning_ended or grammar.is_terminated():
             return ""
-        return str(grammar.matcher.find_jump_forward_string())
+        try:
+            return str(grammar.matcher.find_jump_forward_string())
+        except UnicodeDecodeError as error:  # it begins or ends within a character
+            return bytes(error.object[: error.start]).decode()
 
     def usual(self, answer: Int32Array, text: str) -> list[int]:
         """The tokens of ``text`` as the tokenizer splits it after the answer's last tokens.
@@ -125,3 +142,7 @@ class RequestGrammar:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _shortest(compiled: Any) -> float:
+    return longest_of_shortest(str(compiled.grammar))

@@ -28,8 +28,8 @@ from specserve.sources.splits import Splits
 
 logger = logging.getLogger(__name__)
 
-_CHARS_A_TOKEN = 16
-"""Most characters per wanted token; a longer forced text is cut before it is tokenized."""
+_BYTES_A_TOKEN = 16
+"""Most bytes per wanted token; a longer forced text is cut before it is tokenized."""
 
 
 class GrammarSource:
@@ -84,7 +84,10 @@ class GrammarSource:
 
 
 class _Request:
-    """One request's grammar, and the text that it forced at the last call of :meth:`draft`."""
+    """One request's grammar, and what is left of the text that it forced.
+
+    xgrammar's search takes time for each byte. So it is called again only after the whole text.
+    """
 
     def __init__(self, grammar: Grammar, controls: RequestControls, splits: Splits) -> None:
         self._grammar, self._splits, self._learns = grammar, splits, controls.learn
@@ -93,30 +96,28 @@ class _Request:
 
     def draft(self, answer: Int32Array, limit: int) -> list[tuple[int, float]]:
         """At most ``limit`` tokens of the text that is forced next, each with its confidence."""
-        grammar = self._grammar
-        text = grammar.forced(answer)
-        if self._forced and self._learns:
-            self._learn(answer)
-        self._num_seen, self._forced = len(answer), b""
-        if not text or limit <= 0:
+        self._follow(answer)
+        if limit <= 0:
             return []
-        text = text[: _CHARS_A_TOKEN * limit]
-        self._forced = text.encode()
+        self._forced = self._forced or self._grammar.forced(answer).encode()
+        if not self._forced:
+            return []
+        text = self._forced[: _BYTES_A_TOKEN * limit]
         return self._splits.split(
             self._owner,
             int(answer[-1]) if len(answer) else -1,
-            self._forced,
-            grammar.texts,
-            lambda: grammar.usual(answer, text),
+            text,
+            self._grammar.texts,
+            lambda: self._grammar.usual(answer, text.decode(errors="ignore")),
             limit,
         )
 
-    def _learn(self, answer: Int32Array) -> None:
-        """Records how the model split the last forced text into the answer's new tokens."""
-        text, texts = self._forced, self._grammar.texts
+    def _follow(self, answer: Int32Array) -> None:
+        """Removes the answer's new tokens from the forced text, and records its split."""
         before = int(answer[self._num_seen - 1]) if self._num_seen else -1
-        for token in answer[self._num_seen :].tolist():
-            if not (size := texts.size(token, text)):
-                return
-            self._splits.note(self._owner, before, text, token)
-            text, before = text[size:], token
+        for token in answer[self._num_seen :].tolist() if self._forced else ():
+            size = self._grammar.texts.size(token, self._forced)
+            if size and self._learns:
+                self._splits.note(self._owner, before, self._forced, token)
+            self._forced, before = self._forced[size:] if size else b"", token
+        self._num_seen = len(answer)

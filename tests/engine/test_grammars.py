@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,12 +59,16 @@ def test_the_thread_starts_before_the_first_step(grammars: Grammars) -> None:
 
 
 def compiled(grammar: RequestGrammar | None) -> RequestGrammar:
-    """Waits for the compilation and returns the grammar."""
+    """Waits for the compilation and the check after it, and returns the grammar."""
     assert grammar is not None
     structured = grammar._given.result(TIMEOUT_S)[0].structured_output_request
     assert structured is not None
     if isinstance(pending := structured._grammar, Future):
         pending.exception(TIMEOUT_S)
+    with suppress(RuntimeError):  # it cannot be compiled
+        grammar.forced(np.zeros(0, np.int32))
+        assert grammar._shortest is not None
+        grammar._shortest.result(TIMEOUT_S)
     return grammar
 
 
@@ -114,11 +119,11 @@ def test_a_request_without_an_xgrammar_grammar_gets_none(grammars: Grammars) -> 
 def test_nothing_is_forced_while_the_grammar_compiles(grammars: Grammars, tokenizer: Any) -> None:
     grammar = compiled(grammars.open("a", asked()))
     given: Future[Any] = Future()
-    waiting = RequestGrammar(grammars._manager, given, tokenizer)
+    waiting = RequestGrammar(grammars._manager, given, tokenizer, grammars._thread)
     answer = tokens(tokenizer, '"Ge')
     assert waiting.forced(answer) == ""
     given.set_result(grammar._given.result())
-    assert waiting.forced(answer) == 'rmany"'
+    assert compiled(waiting).forced(answer) == 'rmany"'
 
 
 @pytest.mark.parametrize("is_followed", [False, True])
@@ -167,6 +172,41 @@ def test_a_grammar_that_cannot_be_compiled_or_followed_is_an_error(
     grammar = compiled(grammars.open("b", asked()))
     with pytest.raises(ValueError, match="the grammar refuses the answer's tokens"):
         grammar.forced(tokens(tokenizer, "France"))
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"grammar": 'root ::= "a" x\nx ::= "b" root'},
+        {
+            "json": json.dumps(
+                {
+                    "type": "object",
+                    "properties": {"n": {"$ref": "#"}},
+                    "required": ["n"],
+                    "additionalProperties": False,
+                }
+            )
+        },
+        {"regex": "(a{999}){999}"},
+    ],
+)
+def test_a_grammar_whose_forced_text_has_no_end_is_not_followed(
+    grammars: Grammars, tokenizer: Any, outputs: dict[str, Any]
+) -> None:
+    grammar = compiled(grammars.open("a", asked(**outputs)))
+    with pytest.raises(ValueError, match="may match no text of up to 8192 bytes"):
+        grammar.forced(tokens(tokenizer, ""))
+
+
+def test_the_forced_text_ends_before_a_character_that_is_forced_in_part(
+    grammars: Grammars, tokenizer: Any
+) -> None:
+    grammar = compiled(grammars.open("a", asked(regex="x\u0430\u043d(\u0434\u0430|\u043d\u0435)")))
+    assert grammar.forced(tokens(tokenizer, "x")) == "\u0430\u043d"
+    within = tokens(tokenizer, "x\u0430\u043d\u0434")[:-1]
+    assert tokenizer.decode(within).endswith("\ufffd")
+    assert grammar.forced(within) == ""
 
 
 def test_a_forced_text_gets_the_tokens_that_the_tokenizer_gives_the_whole(

@@ -59,6 +59,12 @@ EXAMPLES: dict[str, Body] = {
 }
 
 _JSON_SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+_ENDLESS_SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"$ref": "#"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
 _TOOL = {"name": "look", "parameters": _JSON_SCHEMA}
 
 _SAMPLING: list[Body] = [
@@ -82,6 +88,9 @@ _SAMPLING: list[Body] = [
     {"structured_outputs": {"choice": ["yes", "no"]}},
     {"structured_outputs": {"json": _JSON_SCHEMA}},
     {"structured_outputs": {"grammar": 'root ::= "a" root | "b"'}},
+    {"structured_outputs": {"grammar": 'root ::= "a" x\nx ::= "b" root'}},
+    {"structured_outputs": {"json": _ENDLESS_SCHEMA}},
+    {"structured_outputs": {"regex": "x\u0430(\u0434\u0430|\u0434\u043e)"}},
 ]
 _REQUEST: list[Body] = [
     {"stream": True},

@@ -73,9 +73,10 @@ class Grammar:
     def __init__(self, schema: object = SCHEMA) -> None:
         self.matcher = GrammarMatcher(compiled(json.dumps(schema)))
         self.texts = token_texts()
-        self._num_seen = 0
+        self.num_searches = self._num_seen = 0
 
     def forced(self, answer: Int32Array) -> str:
+        self.num_searches += 1
         for token in answer[self._num_seen :].tolist():
             if not self.matcher.accept_token(token):
                 raise ValueError(f"refused: {token}")
@@ -176,6 +177,24 @@ def test_no_split_is_learned_from_a_request_without_learn(asked: Asked) -> None:
     asked.draft(letters(BEGINNING))
     asked.open(1, Grammar())
     assert asked.draft([], slot=1) == tokens_of(BEGINNING)
+
+
+def test_a_forced_text_is_searched_for_once(asked: Asked) -> None:
+    grammar = Grammar()
+    asked.open(0, grammar)
+    expected = tokens_of(BEGINNING)
+    drafts = [asked.draft(expected[:size], limit=4) for size in range(len(expected))]
+    assert drafts == [expected[size : size + 4] for size in range(len(expected))]
+    assert grammar.num_searches == 1
+    assert asked.draft(expected) == []
+    assert grammar.num_searches == 2
+
+
+def test_nothing_is_searched_for_a_request_that_takes_no_draft_now(asked: Asked) -> None:
+    grammar = Grammar()
+    asked.open(0, grammar)
+    assert asked.draft([], limit=0) == []
+    assert grammar.num_searches == 0
 
 
 def test_nothing_is_drafted_after_the_grammars_end(asked: Asked) -> None:
