@@ -57,8 +57,7 @@ def _build(args: dict[str, Any]) -> Application:
         }
     )
     config = config.model_copy(update={"model": model})
-    # Replicas get only digests of the keys, because the arguments of `bind` can be inspected.
-    keys = read_keys(config.http.api_keys, os.environ)
+    read_keys(config.http.api_keys, os.environ)  # each replica reads its own
     if find_spec("vllm") is None:
         raise MissingExtraError("the application")
     check_vllm(config)
@@ -85,5 +84,5 @@ def _build(args: dict[str, Any]) -> Application:
         # The shards reserve the CPUs; the replica itself only passes requests and answers on.
         ray_actor_options={"num_cpus": 0},
     )
-    application: Application = deployment.bind(config, keys)
+    application: Application = deployment.bind(config)
     return application

@@ -39,7 +39,7 @@ def read_keys(configured: Sequence[ApiKeyConfig], environment: Mapping[str, str]
             raise ConfigError(
                 field,
                 each.env,
-                f"a variable that holds the key, where the application is built: it is {state}",
+                f"a variable that holds the key, on every node: here it is {state}",
             )
         if not (key.isascii() and key.isprintable()) or " " in key:
             raise ConfigError(field, each.env, "a variable with a key of visible ASCII characters")
