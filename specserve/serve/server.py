@@ -33,21 +33,23 @@ from specserve.serve.page import ReplicaView, SpeculationPage
 from specserve.serve.placement import reserve
 from specserve.serve.progress import Progress
 from specserve.serve.speculation import SpeculationMonitor
-from specserve.serve.tenants import ApiKeys, TenantMiddleware, label_key
+from specserve.serve.tenants import TenantMiddleware, label_key, read_keys
 
-_LOGS = ("enable_log_requests", "aggregate_engine_logging")
+_LOGS = (
+    "enable_log_requests",
+    "aggregate_engine_logging",
+    "enable_logging_iteration_details",
+    "cudagraph_metrics",
+)
 """Options of vLLM that ask for log lines of level INFO."""
 
 
 @serve.ingress()
 class ModelServer:
-    """One replica; ``keys`` are those of ``config.http.api_keys``."""
+    """One replica."""
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: AppConfig, keys: ApiKeys
-    ) -> None:
+    async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         self._config = config
-        self._keys = keys
         self._progress = Progress(config.model.name)
         daemons.watch()
         try:
@@ -63,7 +65,10 @@ class ModelServer:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if logs else "WARNING")
         # A library of vLLM's routes sets the root logger to this level, or to ERROR without it.
         os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
-        check_vllm(self._config)  # this node's version may differ from that of the building node
+        # Again, since this node's version may differ from that of the building node.
+        check_vllm(self._config, _most_replicas())
+        # Not from the building node: Serve keeps its arguments, also when a key has been replaced.
+        self._keys = read_keys(self._config.http.api_keys, os.environ)
         with without_collections():
             from specserve.engine.llm import Engine, shard_bundle
 
@@ -120,6 +125,13 @@ class ModelServer:
         """Shuts the engine down. Serve calls it after running requests ended or were given up."""
         if hasattr(self, "_engine"):
             await self._engine.shutdown()
+
+
+def _most_replicas() -> int:
+    """Returns how many replicas Serve may start of this deployment."""
+    deployment = serve.get_replica_context()._deployment_config
+    scaling = deployment.autoscaling_config
+    return int(scaling.max_replicas if scaling else deployment.num_replicas)
 
 
 def _base_url() -> str:

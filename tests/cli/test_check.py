@@ -64,7 +64,7 @@ def test_a_valid_file_prints_what_starts_and_where(capsys: pytest.CaptureFixture
         "3 x 2 (replicas x tensor parallel), placed PACK",
         "CPU: 4, fast: 1",
         "ngram (max_draft_len 5,",
-        "requests decoded at once: 32",
+        "requests decoded at once: 256",
         "API keys team-a (from A_KEY)",
         "app.yaml: valid",
     ):

@@ -51,6 +51,8 @@ def config(vllm: dict[str, Any] | None = None, **sections: Any) -> AppConfig:
         ({"headless": True}, "placement.num_replicas"),
         ({"api_server_count": 2}, "placement.num_replicas"),
         ({"spec_tokens": 3}, "speculation"),
+        ({"disable_uvicorn_access_log": True}, "logging_config.enable_access_log"),
+        ({"performance_mode": "throughput"}, "set these fields"),
         ({"worker_cls": "my.Worker"}, "its own worker"),
         ({"scheduler_cls": "my.Scheduler"}, "its own worker"),
         ({"pipeline_parallel_size": 2}, "1, since a replica is one engine"),

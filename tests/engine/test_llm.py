@@ -241,7 +241,7 @@ def test_the_http_application_has_the_engines_reasoning_parser() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("number", "n", "status"), [(161, 1, 400), (81, 2, 400), (160, 1, 200)])
+@pytest.mark.parametrize(("number", "n", "status"), [(385, 1, 400), (193, 2, 400), (384, 1, 200)])
 def test_a_list_of_prompts_that_exceeds_the_limit_alone_is_a_client_error(
     number: int, n: int, status: int, stream: bool
 ) -> None:

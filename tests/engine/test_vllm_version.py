@@ -91,6 +91,15 @@ def test_a_variable_is_refused_only_where_it_cannot_work(
     check_vllm(config(**sections))
 
 
+def test_adapters_cannot_be_loaded_at_run_time_where_serve_may_start_more_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    check_vllm(config(), num_replicas=1)
+    with pytest.raises(ConfigError, match="in one of the replicas only"):
+        check_vllm(config(), num_replicas=2)
+
+
 @pytest.mark.parametrize(
     "file", ["pyproject.toml", "deploy/requirements/cpu.in", "deploy/requirements/cpu.txt"]
 )

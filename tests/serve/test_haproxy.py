@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -242,6 +243,11 @@ def test_haproxy_does_not_start_if_its_parent_has_ended() -> None:
 def test_only_the_address_of_the_metrics_becomes_local() -> None:
     config = "frontend prometheus\n    bind :9101\nfrontend http_frontend\n    bind *:8000\n"
     assert closed(config) == config.replace("bind :9101", "bind 127.0.0.1:9101")
+
+
+def test_other_users_of_the_machine_cannot_control_haproxy(start: Callable[..., Parent]) -> None:
+    control = start().folder / "admin.sock"
+    assert stat.S_IMODE(control.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize(
