@@ -1,4 +1,4 @@
-"""vLLM's scheduler without placeholder drafts, and with acceptance counts by source."""
+"""vLLM's scheduler for drafts of any length, with acceptance counts by source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specserve.sources.controls import wants_report
 
 
 class DraftScheduler(Scheduler):
-    """Schedules only real draft tokens for verification.
+    """Schedules only real draft tokens for verification, and no more than a step has room for.
 
     vLLM adds ``num_spec_tokens`` placeholders as draft to a new request with one token to compute,
     such as a prompt whose other tokens are cached. This gives all requests the length that its CUDA
@@ -26,6 +26,31 @@ class DraftScheduler(Scheduler):
         # vLLM adds no placeholders when it has a table of draft lengths by batch size.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._reports = Reports.of(self.vllm_config)
+
+    def schedule(self, *args: Any, **options: Any) -> Any:
+        """vLLM's method. Drafts may not displace other requests from the step."""
+        self._cut_drafts()
+        return super().schedule(*args, **options)
+
+    def _cut_drafts(self) -> None:
+        """Shortens the drafts if the step's tokens would not suffice for all running requests.
+
+        vLLM serves running requests in order of arrival. So the last ones would get no token, and
+        waiting prompts would not be read. All drafts are cut to the same length. While prompts wait
+        or are read, they get at least half of the tokens that are left for drafts.
+        """
+        room = self.max_num_scheduled_tokens - len(self.running)
+        if 2 * len(self.running) * self.num_spec_tokens <= room:
+            return
+        has_prompts = any(each.is_prefill_chunk for each in self.running)
+        if has_prompts or self.get_request_counts()[1]:
+            room //= 2
+        drafts = [each.spec_token_ids for each in self.running]
+        longest = max(map(len, drafts), default=0)
+        while sum(min(len(draft), longest) for draft in drafts) > room:
+            longest -= 1
+        for draft in drafts:
+            del draft[longest:]
 
     def add_request(self, request: Any) -> None:
         """vLLM's method. Starts the counts of a request whose answer reports them."""
