@@ -16,6 +16,8 @@ lock.
 
 from __future__ import annotations
 
+import secrets
+
 import numpy as np
 import numpy.typing as npt
 from numba import types
@@ -33,6 +35,7 @@ from specserve.core.types import (
     RequestControls,
 )
 from specserve.sources.base import SourceContext
+from specserve.sources.controls import wants_drafts
 from specserve.trie.contexts import MULTIPLIER, ONE, mix, prefetch
 
 UInt64Array = npt.NDArray[np.uint64]
@@ -68,6 +71,9 @@ _ADDRESS, _CAPACITY, _INDEXED, _TARGET, _NUM_COLUMNS = range(5)
 """Columns of a request: address of its table, slots of the table, tokens indexed before and after
 this step."""
 
+_NO_INDEX = -1
+"""In place of the tokens indexed: the request takes no drafts of this source."""
+
 
 class NgramSource:
     """Drafts what followed the last tokens in the request's own prompt and output.
@@ -79,12 +85,13 @@ class NgramSource:
     """
 
     def __init__(self, config: NgramConfig, context: SourceContext) -> None:
-        num_slots = context.num_slots
+        self._kind, num_slots = config.kind, context.num_slots
         self._tables: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
         self._sizes = _sizes(config.min_matching_ngram_size, config.max_matching_ngram_size)
         self._drafts = DraftBuffer(num_slots, config.max_draft_len)
-        self._options = self._sizes, INGEST_TOKENS_PER_STEP
+        # A hash that nobody can predict, or a prompt could put all its n-grams beside each other.
+        self._options = self._sizes, INGEST_TOKENS_PER_STEP, np.uint64(secrets.randbits(64))
         tags = np.zeros((_GROUP, len(self._sizes)), np.uint64)
         chunk, active = np.zeros((3, _CHUNK), np.uint64), np.zeros(_GROUP, np.int64)
         self._scratch = chunk, tags, active, np.zeros(_GROUP)
@@ -95,7 +102,8 @@ class NgramSource:
         self._rehash = direct(rehash, tags[0], tags[0])
 
     def open(self, slot: int, controls: RequestControls) -> None:
-        """Does nothing; :meth:`propose` makes the index."""
+        """Notes whether :meth:`propose` is to make an index."""
+        self._requests[slot, _INDEXED] = 0 if wants_drafts(controls, self._kind) else _NO_INDEX
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
         """Indexes each request's new tokens and looks up its last ones.
@@ -206,10 +214,10 @@ def _record(chunk, count, slots, requests):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _end_tags(table, text, length, draft, j, sizes, tags):  # type: ignore[no-untyped-def]
+def _end_tags(table, text, length, draft, j, sizes, seed, tags):  # type: ignore[no-untyped-def]
     """Writes the tags of the n-grams at the end of ``text[:length]`` and ``draft[:j]``, by size; 0
     for those longer than that. Prefetches their entries."""
-    state, known = np.uint64(0), 0
+    state, known = seed, 0
     for level in range(sizes.shape[0]):
         tags[level] = 0
         if sizes[level] <= length + j:
@@ -222,7 +230,7 @@ def _end_tags(table, text, length, draft, j, sizes, tags):  # type: ignore[no-un
 
 
 @inner
-def _ingest(batch, row, requests, sizes, tags, chunk, count):  # type: ignore[no-untyped-def]
+def _ingest(batch, row, requests, sizes, seed, tags, chunk, count):  # type: ignore[no-untyped-def]
     """Adds the votes of a request's new tokens to a chunk of ``count`` votes; records full chunks.
 
     Returns:
@@ -232,7 +240,7 @@ def _ingest(batch, row, requests, sizes, tags, chunk, count):  # type: ignore[no
     text, request = token_ids[row], requests[slots[row]]
     table = array_at(request[_ADDRESS], request[_CAPACITY])
     for position in range(request[_INDEXED], request[_TARGET]):
-        _end_tags(table, text, position, text, 0, sizes, tags)
+        _end_tags(table, text, position, text, 0, sizes, seed, tags)
         for level in range(sizes.shape[0]):
             if tags[level] == 0:
                 continue
@@ -260,7 +268,7 @@ def _longest(table, sizes, tags):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _draft(batch, begin, end, limits, requests, sizes, scratch, drafts):  # type: ignore[no-untyped-def]
+def _draft(batch, begin, end, limits, requests, sizes, seed, scratch, drafts):  # type: ignore[no-untyped-def]
     """Writes the drafts of rows ``begin .. end - 1``, in turn a token of each."""
     slots, token_ids, num_tokens = batch
     _, tags, active, products = scratch
@@ -275,7 +283,7 @@ def _draft(batch, begin, end, limits, requests, sizes, scratch, drafts):  # type
             row = active[k]
             table = array_at(requests[slots[row], _ADDRESS], requests[slots[row], _CAPACITY])
             text, draft = token_ids[row], drafts.tokens[row]
-            _end_tags(table, text, num_tokens[row], draft, j, sizes, tags[row - begin])
+            _end_tags(table, text, num_tokens[row], draft, j, sizes, seed, tags[row - begin])
         left = 0
         for k in range(num_active):
             row = active[k]
@@ -301,6 +309,9 @@ def _plan_ingest(num_tokens, slots, requests, num_sizes, budget):  # type: ignor
     """Plans up to where to index each text; returns the first row without room for that, or -1."""
     for row in range(slots.shape[0]):
         request = requests[slots[row]]
+        if request[_INDEXED] == _NO_INDEX:
+            request[_TARGET] = _NO_INDEX
+            continue
         missing = num_tokens[row] - request[_INDEXED]
         if missing > _SMALL_INGEST_TOKENS:
             missing = min(missing, budget)
@@ -319,7 +330,8 @@ def step_batch(batch, limits, requests, options, scratch, drafts):  # type: igno
         batch: the first three arrays of a :class:`specserve.core.types.DraftBatch`.
         limits: int32 ``[n]``, longest draft.
         requests: int64 ``[slots, _NUM_COLUMNS]``; updated.
-        options: int64 ``[sizes]``, rising sizes of n-grams; most tokens of long new texts to index.
+        options: int64 ``[sizes]``, rising sizes of n-grams; most tokens of long new texts to index;
+            uint64, first state of the hash.
         scratch: votes, uint64 ``[3, _CHUNK]``; tags, uint64 ``[_GROUP, sizes]``; rows that still
             draft, int64 ``[_GROUP]``; products of their confidences, float64 ``[_GROUP]``.
         drafts: of n requests; all but the labels is written.
@@ -328,7 +340,7 @@ def step_batch(batch, limits, requests, options, scratch, drafts):  # type: igno
         -1, or the row of a request that needs a larger table; then no draft was made.
     """
     slots, _, num_tokens = batch
-    sizes, budget = options
+    sizes, budget, seed = options
     chunk, tags = scratch[:2]
     row = _plan_ingest(num_tokens, slots, requests, sizes.shape[0], budget)
     if row >= 0:
@@ -337,9 +349,9 @@ def step_batch(batch, limits, requests, options, scratch, drafts):  # type: igno
         end = min(begin + _GROUP, slots.shape[0])
         count = 0
         for i in range(begin, end):
-            count = _ingest(batch, i, requests, sizes, tags[0], chunk, count)
+            count = _ingest(batch, i, requests, sizes, seed, tags[0], chunk, count)
         _record(chunk, count, slots, requests)
-        _draft(batch, begin, end, limits, requests, sizes, scratch, drafts)
+        _draft(batch, begin, end, limits, requests, sizes, seed, scratch, drafts)
     return -1
 
 

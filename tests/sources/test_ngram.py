@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specserve.core.source_config import NgramConfig
-from specserve.core.types import DraftBatch
+from specserve.core.types import DraftBatch, RequestControls
 from specserve.sources import ngram
 from specserve.sources.base import SourceContext
 from specserve.sources.ngram import MAX_VOTES, MIN_CONFIDENCE, NgramSource
@@ -259,6 +259,22 @@ def test_closed_requests_take_no_memory() -> None:
     assert num_bytes(proposer) > 0
     proposer.close(*names)
     assert num_bytes(proposer) == 0
+
+
+def test_a_request_without_these_drafts_is_not_indexed() -> None:
+    proposer, text = Lookup(config()), [1, 2, 3, 4] * 20
+    for controls in (RequestControls(speculation="trie"), RequestControls(max_draft_tokens=0)):
+        proposer.source.open(0, controls)
+        assert proposer.propose({"a": text}, limit=0) == [()]
+        assert num_bytes(proposer) == 0
+        proposer.close("a")
+    proposer.source.open(0, RequestControls())
+    assert proposer.one(text)
+
+
+def test_nobody_can_know_where_an_n_gram_lies_in_the_table() -> None:
+    seeds = {int(Lookup(config()).source._options[2]) for _ in range(3)}
+    assert len(seeds) == 3
 
 
 def test_memory_is_bounded_by_the_length_of_the_text() -> None:
