@@ -27,6 +27,8 @@ from tests.k8s.manifests import ROOT
 FOLDER = ROOT / "deploy"
 TOKEN = "a token"
 FILES = {path.name: path.read_text() for path in sorted(FOLDER.glob("compose.*.yaml"))}
+RDMA = FILES.pop("compose.rdma.yaml")
+"""An addition to a file of ``NODES``."""
 NODES = ("compose.head.yaml", "compose.worker.yaml")
 
 every_file = pytest.mark.parametrize("name", FILES)
@@ -86,21 +88,40 @@ def test_no_file_contains_a_key(name: str) -> None:
     assert all(line.startswith("#") for line in lines)
 
 
+@pytest.mark.parametrize("name", NODES)
+def test_rdma_adds_the_adapters_to_a_node_and_requires_one(name: str, tmp_path: Path) -> None:
+    addition = tmp_path / "rdma.yaml"
+    addition.write_text(RDMA)
+    alone, together = (
+        compose(name, tmp_path, required(name), *additions) for additions in ((), (addition,))
+    )
+    assert together.returncode == 0, together.stderr
+    expected = yaml.safe_load(alone.stdout)
+    (node,) = expected["services"].values()
+    node["devices"] = ["/dev/infiniband:/dev/infiniband"]
+    node["environment"]["NCCL_NET"] = "IB"
+    assert yaml.safe_load(together.stdout) == expected
+    # The settings of the node's file, not those of the container, switch InfiniBand on.
+    assert "NCCL_IB_DISABLE=0 in deploy/node.env" in RDMA
+    assert re.search("^NCCL_IB_DISABLE=", (FOLDER / "node.env").read_text(), re.M)
+
+
 def required(name: str) -> dict[str, str]:
     return {variable: "/a/value" for variable, needed in variables(name).items() if needed}
 
 
 def compose(
-    name: str, folder: Path, environment: dict[str, str]
+    name: str, folder: Path, environment: dict[str, str], *additions: Path
 ) -> subprocess.CompletedProcess[str]:
-    """The result of docker-compose for a file in this environment."""
+    """The result of docker-compose for a file and additions to it, in this environment."""
     if shutil.which("docker-compose") is None:
         pytest.skip("docker-compose is not installed")
     file = folder / name
     # Debian's docker-compose is older than these keys.
     file.write_text(re.sub(r"^(name: | +bind: ).*\n", "", FILES[name], flags=re.M))
+    files = [option for path in (file, *additions) for option in ("-f", str(path))]
     return subprocess.run(
-        ["docker-compose", "--project-directory", str(FOLDER), "-f", str(file), "config"],
+        ["docker-compose", "--project-directory", str(FOLDER), *files, "config"],
         env={"PATH": "/usr/bin:/bin", **environment},
         capture_output=True,
         text=True,
@@ -317,7 +338,7 @@ def test_prometheus_finds_the_nodes_and_grafana_finds_prometheus() -> None:
     prometheus, grafana = (monitoring["services"][each] for each in ("prometheus", "grafana"))
     config = yaml.safe_load((FOLDER / "prometheus/prometheus.yml").read_text())
     (listed,) = config["scrape_configs"][0]["file_sd_configs"][0]["files"]
-    assert f"{shared}:{Path(listed).parent}" in head["services"]["head"]["volumes"]
+    assert f"{shared}:{Path(listed).parent}" in head["services"]["node"]["volumes"]
     assert f"{shared}:{Path(listed).parent}:ro" in prometheus["volumes"]
     datasource = FOLDER / "grafana/provisioning/datasources/prometheus.yaml"
     (source,) = yaml.safe_load(datasource.read_text())["datasources"]

@@ -156,7 +156,7 @@ def host() -> Iterator[Host]:
 
 def compose_head(variables: Mapping[str, str]) -> tuple[list[str], dict[str, str], str]:
     """Command, environment and stop signal of the head, with the variables replaced."""
-    head = yaml.safe_load((ROOT / "deploy/compose.head.yaml").read_text())["services"]["head"]
+    head = yaml.safe_load((ROOT / "deploy/compose.head.yaml").read_text())["services"]["node"]
 
     def replaced(text: str) -> str:
         return re.sub(r"\$\{(\w+):\?[^}]*\}", lambda found: variables[found[1]], text)
