@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from specserve.core.types import Int64Array
-from specserve.drafters.kv_cache import KVCache, Packed, Span
+from specserve.drafters.kv_cache import KVCache, Packed, Span, similar_lengths
 
 NAME = "specserve_slots"
 """Name of this attention among transformers' implementations."""
@@ -100,26 +100,14 @@ class RowByRow:
         return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
-_SHORT = 256
-"""Texts of up to twice so many entries share a batch, whatever their lengths."""
-
-
 class Padded:
-    """Gathers texts of similar lengths into batches: on a GPU, calls cost more than copies.
-
-    In a batch of longer texts, none is more than twice as long as another. So at most half of the
-    gathered keys and values is padding.
-    """
+    """Gathers texts of similar lengths into batches: on a GPU, calls cost more than copies."""
 
     def __init__(self, cache: KVCache, spans: Sequence[Span]) -> None:
         ends = np.array([span.end for span in spans])
         counts = ends - [span.start for span in spans]
         firsts = np.cumsum(counts) - counts
-        rows, groups = np.argsort(ends, kind="stable"), []
-        while len(rows):
-            size = int(np.searchsorted(ends[rows], 2 * max(ends[rows[0]], _SHORT), side="right"))
-            groups.append(rows[:size])
-            rows = rows[size:]
+        groups = similar_lengths(ends)
         self._batches = [
             _Batch(cache, [spans[row] for row in group], firsts[group]) for group in groups
         ]

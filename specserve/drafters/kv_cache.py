@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specserve.core.errors import ConfigError
+from specserve.core.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,37 @@ class KVCache:
         """Copies the first ``length`` entries of a slot into another."""
         for entries in (*self.keys, *self.values):
             entries[target, :length] = entries[source, :length]
+
+
+_SHORT = 256
+"""Texts of up to twice so many entries share a batch, whatever their lengths."""
+
+_MAX_GATHERED = 1 << 16
+"""Most entries of a batch of several texts, with padding: a copy of them takes memory."""
+
+
+def similar_lengths(lengths: Int64Array) -> list[Int64Array]:
+    """Divides texts into batches that are padded to their longest text.
+
+    In a batch of longer texts, none is more than twice as long as another. So at most half of the
+    batch is padding.
+
+    Args:
+        lengths: int64 ``[n]``, entries of each text.
+
+    Returns:
+        Indices of the texts of each batch; each text is in one.
+    """
+    rows, batches = np.argsort(lengths, kind="stable"), []
+    while len(rows):
+        sizes = lengths[rows]
+        num_similar = np.searchsorted(sizes, 2 * max(sizes[0], _SHORT), side="right")
+        padded = np.arange(1, len(rows) + 1) * sizes
+        num_fitting = np.searchsorted(padded, _MAX_GATHERED, side="right")
+        size = max(min(num_similar, num_fitting), 1)
+        batches.append(rows[:size])
+        rows = rows[size:]
+    return batches
 
 
 def check_room(num_slots: int, max_tokens: int, num_bytes: int, device: torch.device) -> None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,7 +21,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     yarn_apply_mscale,
 )
 
-from specserve.drafters.kv_cache import Packed, Span, check_room
+from specserve.drafters.kv_cache import Packed, Span, check_room, similar_lengths
 from specserve.drafters.mtp_weights import MtpWeights
 from specserve.drafters.ops import laid_out, rotate
 
@@ -112,15 +113,16 @@ class LatentAttention:
         return F.linear(out.reshape(len(x), -1), self._out)
 
     def _attend(self, queries: Tensor, spans: Sequence[Span]) -> Tensor:
-        """Attention of each text's heads over its own entries, read in place.
+        """Attention of each text's heads over its own entries.
 
         ``queries`` is ``[n, heads, kv_lora_rank + qk_rope_head_dim]``, the result
         ``[n, heads, kv_lora_rank]``.
         """
-        attend = attend_on_cpu if queries.device.type == "cpu" else attend_by_products
+        if queries.device.type != "cpu":
+            return attend_in_batches(queries, self.cache, spans, self._latent, self.scale)
         pairs = zip(queries, spans, strict=True)
         texts = ((own, self.cache[span.slot, span.first : span.end]) for own, span in pairs)
-        return torch.stack([attend(*text, self._latent, self.scale) for text in texts])
+        return torch.stack([attend_on_cpu(*text, self._latent, self.scale) for text in texts])
 
 
 def attend_on_cpu(query: Tensor, entries: Tensor, latent: int, scale: float) -> Tensor:
@@ -146,7 +148,35 @@ def attend_on_cpu(query: Tensor, entries: Tensor, latent: int, scale: float) -> 
     return out.reshape(query.shape)[:, :latent]
 
 
-def attend_by_products(query: Tensor, entries: Tensor, latent: int, scale: float) -> Tensor:
-    """Like :func:`attend_on_cpu`, for devices whose flash attention refuses entries this wide."""
-    scores = (query * scale) @ entries.T
-    return scores.softmax(1, dtype=torch.float32).to(entries.dtype) @ entries[:, :latent]
+def attend_in_batches(
+    queries: Tensor, cache: Tensor, spans: Sequence[Span], latent: int, scale: float
+) -> Tensor:
+    """Attention as :func:`attend_on_cpu`, of n texts, for GPUs: calls cost more than copies.
+
+    Texts of similar lengths are gathered into a batch. Shorter ones are padded by repeating their
+    last entry, so no unwritten entry is read. Matrix products compute it, because flash attention
+    refuses entries this wide.
+
+    Args:
+        queries: ``[n, heads, width]``.
+        cache: ``[num_slots, max_entries, width]``.
+        spans: n spans; each text's last entry attends to all of its entries.
+        latent: width of the value.
+        scale: factor of the scores.
+
+    Returns:
+        ``[n, heads, latent]``.
+    """
+    places = np.array([(span.slot, span.first, span.end) for span in spans])
+    out = queries.new_empty(*queries.shape[:2], latent)
+    for rows in similar_lengths(places[:, 2] - places[:, 1]):
+        slots, firsts, ends = torch.as_tensor(places[rows].T, device=cache.device)[..., None]
+        longest = int((places[rows, 2] - places[rows, 1]).max())
+        positions = firsts + torch.arange(longest, device=cache.device)
+        entries = cache[slots, positions.minimum(ends - 1)]
+        own = torch.as_tensor(rows, device=cache.device)
+        scores = torch.bmm(queries[own] * scale, entries.transpose(1, 2))
+        scores.masked_fill_((positions >= ends).unsqueeze(1), -torch.inf)
+        shares = scores.softmax(2, dtype=torch.float32).to(entries.dtype)
+        out[own] = torch.bmm(shares, entries[..., :latent])
+    return out

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specserve.drafters import attention
+from specserve.drafters import kv_cache
 from specserve.drafters.attention import Padded, RowByRow
 from specserve.drafters.kv_cache import KVCache, LayerShape, Span
 
@@ -45,7 +45,7 @@ def plain_attention(query: Tensor, cache: KVCache, spans: list[Span], scale: flo
 def test_each_token_attends_to_its_text_up_to_itself(
     reader: type[RowByRow | Padded], spans: list[Span], short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_SHORT", short)
+    monkeypatch.setattr(kv_cache, "_SHORT", short)
     cache = filled_cache()
     for span in spans:  # entries after a text may be anything
         for entries in (*cache.keys, *cache.values):

@@ -13,10 +13,11 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RotaryEmbedding,
 )
 
+from specserve.drafters import kv_cache
 from specserve.drafters.kv_cache import Packed, Span
 from specserve.drafters.latent_attention import (
     LatentAttention,
-    attend_by_products,
+    attend_in_batches,
     attend_on_cpu,
 )
 from tests.drafters.given_weights import GivenWeights, randomise, small_config
@@ -108,15 +109,33 @@ def test_texts_of_one_call_do_not_see_each_other(inputs: Tensor) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
-def test_attend_on_cpu_equals_attend_by_products(num_threads: int) -> None:
+def test_attend_on_cpu_equals_attend_in_batches(num_threads: int) -> None:
     query, entries = torch.randn(4, 28), torch.randn(50, 28)
-    elsewhere = attend_by_products(query, entries, 20, 0.3)
+    span = Span(0, 49, 50)
+    (elsewhere,) = attend_in_batches(query[None], entries[None], [span], 20, 0.3)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     here = attend_on_cpu(query, entries, 20, 0.3)
     torch.set_num_threads(before)
     assert elsewhere.shape == (4, 20)
     assert torch.allclose(here, elsewhere, atol=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("most", [1, 100, 1 << 16])
+def test_texts_of_any_lengths_are_attended_in_batches(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "_MAX_GATHERED", most)
+    cache = torch.randn(5, 700, 28)
+    spans = [Span(3, 9, 10), Span(0, 699, 700), Span(2, 5, 40, 3), Span(4, 0, 1), Span(1, 19, 20)]
+    for span in spans:  # unwritten entries must not be read
+        cache[span.slot, : span.first] = cache[span.slot, span.end :] = torch.nan
+    queries = torch.randn(len(spans), 4, 28)
+    found = attend_in_batches(queries, cache, spans, 20, 0.3)
+    for own, span, out in zip(queries, spans, found, strict=True):
+        expected = attend_on_cpu(own, cache[span.slot, span.first : span.end], 20, 0.3)
+        assert torch.allclose(out, expected, atol=1e-5)
 
 
 @torch.inference_mode()
