@@ -20,10 +20,6 @@ from specserve.trie.warm_texts import read_texts
 ANSWER_S = 10.0
 """Timeout in seconds of a store's answer that needs no snapshot."""
 
-Tokens = tuple[Int32Array, int]
-"""A text's token ids, int32 ``[n]``, and the number of prompt tokens at its start."""
-
-
 _find_store = partial(RemoteStore, timeout_s=ANSWER_S)
 
 
@@ -62,8 +58,11 @@ class TenantMemory:
         self._running = running
         self._writers = [TextWriter(connect(each)) for each in stores]
 
-    def read(self, body: bytes) -> list[Tokens]:
+    def read(self, body: bytes) -> list[Int32Array]:
         """Reads texts from JSON lines; see :func:`read_texts`. For one thread at a time.
+
+        Returns:
+            The token ids of each text, int32 ``[n]``.
 
         Raises:
             ConfigError: a line is invalid or too long, or there is no line.
@@ -75,14 +74,14 @@ class TenantMemory:
             if num_chars > self._max_chars:
                 raise ConfigError(f"line {number}", f"{num_chars} characters", allowed)
             tokens = text.tokens(self._tokenizer)
-            if len(tokens[0]) > self._max_tokens:
-                raise ConfigError(f"line {number}", f"{len(tokens[0])} tokens", allowed)
+            if len(tokens) > self._max_tokens:
+                raise ConfigError(f"line {number}", f"{len(tokens)} tokens", allowed)
             texts.append(tokens)
         if not texts:
             raise ConfigError("body", body[:80].decode(errors="replace"), "at least one line")
         return texts
 
-    def teach(self, tenant: str, adapter: str, texts: list[Tokens]) -> None:
+    def teach(self, tenant: str, adapter: str, texts: list[Int32Array]) -> None:
         """Writes texts to the tenant's store, all or none.
 
         Args:

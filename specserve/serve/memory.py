@@ -177,7 +177,7 @@ class MemoryApi:
         adapter = request.query_params.get("adapter", "")
         texts = await _run_in(self._reading, lambda: self._memory.read(bytes(body)))
         await _run_in(self._asking, lambda: self._memory.teach(tenant, adapter, texts))
-        return {"lines": len(texts), "tokens": sum(len(tokens) for tokens, _ in texts)}
+        return {"lines": len(texts), "tokens": sum(map(len, texts))}
 
     async def _tell(self, request: Request, tenant: str, charge: _Charge) -> dict[str, Any]:
         held = await _run_in(self._asking, lambda: self._memory.held(tenant))

@@ -25,7 +25,6 @@ from specserve.trie.contexts import (
     prefetch_context,
 )
 from specserve.trie.layout import (
-    CLOCK,
     COLUMNS,
     CUT,
     FLAGS,
@@ -33,12 +32,10 @@ from specserve.trie.layout import (
     LENGTH,
     MAX_USE,
     NEXT,
-    OUTPUT,
     OWNER,
     PAGE,
     PREV,
     PRIVATE,
-    STAMP,
 )
 from specserve.trie.pages import open_slot
 
@@ -54,13 +51,9 @@ _HALF_EVIDENCE = 4.0
 ``n`` places match ``m`` tokens of context. If all places agree, the probability is ``r / (r + 4)``.
 Seen on Python code: 0.4 after 2 tokens in one place, 0.8 after 6, 0.98 after 32."""
 _MAX_MATCH = 32
-_OWN_WEIGHT, _PROMPT_WEIGHT = 16.0, 0.5
-"""Factors for the request's own text and for other requests' prompts; other outputs have 1."""
+_OWN_WEIGHT = 16.0
+"""Factor for the request's own text; other texts have 1."""
 
-_HALVINGS_PER_PAGE = PAGE / 1e6
-"""The weight of a text halves with every million tokens learned after it."""
-
-_MAX_HALVINGS = 64.0
 LOCAL, CLUSTER = 0, 1
 """Labels of drafts: most of the first token's weight is from this replica's text, or others'."""
 
@@ -177,16 +170,9 @@ def _hop(a, group, i, token_ids, row, length, lowest, min_match_len):  # type: i
         is_own = a.pages[page, OWNER] == group.owners[i]
         is_seen = is_own or not a.pages[page, FLAGS] & PRIVATE
         if is_valid and match >= min_match_len and is_seen:
-            # The stamp counts pages modulo 2^32. The cap keeps the weight of old places above 0.
-            num_pages = (a.scalars[CLOCK] // PAGE - np.int64(a.pages[page, STAMP])) & 0xFFFFFFFF
-            weight = match * np.exp2(-min(_HALVINGS_PER_PAGE * num_pages, _MAX_HALVINGS))
-            if is_own:
-                weight *= _OWN_WEIGHT
-            elif after % PAGE < a.pages[after // PAGE, OUTPUT]:
-                weight *= _PROMPT_WEIGHT
             group.places[i, count] = after
             group.ends[i, count] = after // PAGE * PAGE + a.pages[after // PAGE, LENGTH]
-            group.weights[i, count] = weight
+            group.weights[i, count] = match * (_OWN_WEIGHT if is_own else 1.0)
             group.matches[i, count] = match
             count += 1
             group.counts[i] = count

@@ -27,14 +27,14 @@ page before it. A slot's flags are for its next page."""
 MAX_USE = 3
 """Largest value of ``Arrays.page_use``."""
 
-NEXT, PREV, LENGTH, OUTPUT, OWNER, STAMP, FLAGS = range(7)
+NEXT, PREV, LENGTH, OWNER, FLAGS = range(5)
 """Columns of ``Arrays.pages``."""
 
 HEAD, TAIL, IS_OPEN, NEXT_FLAGS, GENERATION = range(5)
 """Columns of ``Arrays.slots``."""
 
-NUM_FREE_PAGES, HAND, CLOCK, NUM_FREE_SLOTS, NUM_TOKENS, NUM_EVICTED, NUM_SCALARS = range(7)
-"""Indices of ``Arrays.scalars``. The clock counts all tokens learned so far."""
+NUM_FREE_PAGES, HAND, NUM_INGESTED, NUM_FREE_SLOTS, NUM_TOKENS, NUM_EVICTED, NUM_SCALARS = range(7)
+"""Indices of ``Arrays.scalars``; of tokens: held now, and ingested and evicted so far."""
 
 COLUMNS = 8
 """Columns of ``Arrays.pages`` and ``Arrays.slots``: a row is half a cache line."""
@@ -53,8 +53,7 @@ class Arrays(NamedTuple):
         table: uint64 ``[levels, buckets * BUCKET]``, newest place of each context: half of the
             context's hash in the upper 32 bits, position + 1 in the lower; 0 is free.
         pages: int32 ``[P, 8]``. Next and previous page of the sequence, -1 for none; number of
-            tokens, 0 for a free page; offset of the first output token; slot of the sequence; the
-            clock when the page was begun, in units of ``PAGE`` tokens; flags.
+            tokens, 0 for a free page; slot of the sequence; flags.
         page_use: uint8 ``[P]``, recent uses; the eviction scan counts them down.
         slots: int32 ``[P, 8]``. First and last page of the sequence, -1 for none; 1 while it is
             open; flags for its next page; number of sequences that have had the slot.
@@ -94,19 +93,19 @@ def allocate(num_pages: int) -> Arrays:
 
 
 def reset(arrays: Arrays) -> None:
-    """Empties the arrays, but keeps the clock, the eviction count and the generations.
+    """Empties the arrays, but keeps the counts of ingested and evicted tokens, and the generations.
 
     The table keeps its entries. They lead nowhere, since no page has tokens.
     """
     num_pages = len(arrays.pages)
-    counters = arrays.scalars[[CLOCK, NUM_EVICTED]]
+    counters = arrays.scalars[[NUM_INGESTED, NUM_EVICTED]]
     arrays.pages[:] = 0
     arrays.page_use[:] = 0
     arrays.slots[:, [HEAD, TAIL]] = -1
     arrays.slots[:, [IS_OPEN, NEXT_FLAGS]] = 0
     arrays.free_pages[:] = arrays.free_slots[:] = np.arange(num_pages - 1, -1, -1)
     arrays.scalars[:] = 0
-    arrays.scalars[[CLOCK, NUM_EVICTED]] = counters
+    arrays.scalars[[NUM_INGESTED, NUM_EVICTED]] = counters
     arrays.scalars[[NUM_FREE_PAGES, NUM_FREE_SLOTS]] = num_pages
 
 

@@ -82,9 +82,7 @@ class ClusterLearner:
                 return
         tokens = record.token_array()
         for begin in range(0, len(tokens), _SLICE_TOKENS):
-            piece = tokens[begin : begin + _SLICE_TOKENS]
-            num_prompt_tokens = min(max(record.num_prompt_tokens - begin, 0), len(piece))
-            trie.append(sequence, piece, num_prompt_tokens=num_prompt_tokens)
+            trie.append(sequence, tokens[begin : begin + _SLICE_TOKENS])
             time.sleep(0)  # lets a waiting step take the lock first
         if record.final:
             trie.finish(sequence)

@@ -25,18 +25,17 @@ from specserve.trie.token_log import LogState
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 
 _encode = msgspec.json.Encoder().encode
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True):
-    """The first line: version, model identity, and the log's state without its text records."""
+    """The first line: version, model identity, and the log's state without its records."""
 
     version: int
     fingerprint: str
     held: Ranges
-    tombstones: list[Record]
 
 
 class SnapshotFile:
@@ -125,7 +124,7 @@ class SnapshotFile:
         return None
 
     def _write(self, path: str, state: LogState) -> int:
-        header = SnapshotHeader(VERSION, self._fingerprint, state.held, state.tombstones)
+        header = SnapshotHeader(VERSION, self._fingerprint, state.held)
         with self._open_new(path) as file:
             with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as lines:
                 for each in (header, *state.records):  # one by one, so that other threads run
@@ -169,7 +168,7 @@ def _read(file: BinaryIO, fingerprint: str) -> LogState:
         raise SnapshotError("it is cut off") from None
     except (gzip.BadGzipFile, zlib.error, msgspec.MsgspecError, UnicodeDecodeError):
         raise SnapshotError("it is damaged, or no snapshot of a draft memory") from None
-    return LogState(header.held, header.tombstones, records)
+    return LogState(header.held, records)
 
 
 def _say(error: Exception) -> str:

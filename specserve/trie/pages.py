@@ -22,7 +22,6 @@ from specserve.trie.contexts import (
     replace_place,
 )
 from specserve.trie.layout import (
-    CLOCK,
     CUT,
     FLAGS,
     GENERATION,
@@ -35,12 +34,11 @@ from specserve.trie.layout import (
     NUM_EVICTED,
     NUM_FREE_PAGES,
     NUM_FREE_SLOTS,
+    NUM_INGESTED,
     NUM_TOKENS,
-    OUTPUT,
     OWNER,
     PAGE,
     PREV,
-    STAMP,
     TAIL,
 )
 
@@ -168,9 +166,7 @@ def _add_page(a, slot, scratch):  # type: ignore[no-untyped-def]
         a.slots[slot, HEAD] = page
     a.slots[slot, TAIL] = page
     a.pages[page, LENGTH] = 0
-    a.pages[page, OUTPUT] = PAGE
     a.pages[page, OWNER] = slot
-    a.pages[page, STAMP] = a.scalars[CLOCK] // PAGE
     a.pages[page, FLAGS] = a.slots[slot, NEXT_FLAGS]
     a.page_use[page] = 1
     a.slots[slot, NEXT_FLAGS] &= ~CUT
@@ -206,7 +202,7 @@ def _wait(a, scratch, waiting, page, begin, end):  # type: ignore[no-untyped-def
 
 
 @inner
-def append(a, scratch, waiting, slot, text, begin, end, num_prompt_tokens):  # type: ignore[no-untyped-def]
+def append(a, scratch, waiting, slot, text, begin, end):  # type: ignore[no-untyped-def]
     """Appends text to a sequence while there is room; :func:`put_waiting` inserts its contexts.
 
     A token's contexts are inserted together with the token after it: the ends of open texts, which
@@ -216,7 +212,6 @@ def append(a, scratch, waiting, slot, text, begin, end, num_prompt_tokens):  # t
         waiting: number of tokens whose contexts wait in the scratch.
         slot: slot of an open sequence.
         text: int32 ``[>= end]``; ``text[begin:end]`` is new.
-        num_prompt_tokens: index in ``text`` of the first output token.
 
     Returns:
         Number of tokens whose contexts wait now.
@@ -239,25 +234,22 @@ def append(a, scratch, waiting, slot, text, begin, end, num_prompt_tokens):  # t
         for j in range(count):
             a.tokens[page * PAGE + offset + j] = text[column + j]
         a.pages[page, LENGTH] = offset + count
-        first_output = offset + max(num_prompt_tokens - column, 0)
-        if first_output < offset + count:
-            a.pages[page, OUTPUT] = min(a.pages[page, OUTPUT], first_output)
         prev = np.int64(a.pages[page, PREV])
         if offset == 0 and prev >= 0 and not a.pages[page, FLAGS] & CUT:
             waiting = _wait(a, scratch, waiting, prev, PAGE - 1, PAGE)
         waiting = _wait(a, scratch, waiting, page, max(offset - 1, 0), offset + count - 1)
         a.scalars[NUM_TOKENS] += count
-        a.scalars[CLOCK] += count
+        a.scalars[NUM_INGESTED] += count
         column += count
     return waiting
 
 
 @kernel
-def append_one(a, scratch, sequence, tokens, num_prompt_tokens):  # type: ignore[no-untyped-def]
+def append_one(a, scratch, sequence, tokens):  # type: ignore[no-untyped-def]
     """Appends tokens, int32 ``[k]``, to a sequence; does nothing if it is not open."""
     slot = open_slot(a, sequence)
     if slot >= 0:
-        waiting = append(a, scratch, 0, slot, tokens, 0, tokens.shape[0], num_prompt_tokens)
+        waiting = append(a, scratch, 0, slot, tokens, 0, tokens.shape[0])
         put_waiting(a, scratch, waiting)
 
 

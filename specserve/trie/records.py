@@ -43,7 +43,6 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
         start: position of the first token in the request's text. There may be gaps between the
             pieces of a text, because full memories drop records.
         tokens: token ids, int32, little-endian.
-        num_prompt_tokens: how many of the first tokens are prompt; the others are output.
         final: whether this piece ends the text.
     """
 
@@ -55,7 +54,6 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sequence: str = ""
     start: int = 0
     tokens: bytes = b""
-    num_prompt_tokens: int = 0
     final: bool = False
 
     @property
@@ -121,7 +119,6 @@ class TextPiece(NamedTuple):
     sequence: str
     start: int
     tokens: Int32Array
-    num_prompt_tokens: int = 0
     final: bool = False
     stamp: float = 0.0
 
@@ -142,7 +139,6 @@ def records_of(origin: str, first_number: int, piece: TextPiece) -> list[Record]
                 piece.sequence,
                 piece.start + begin,
                 np.asarray(tokens, "<i4").tobytes(),
-                max(0, min(piece.num_prompt_tokens - begin, len(tokens))),
                 piece.final and begin + len(tokens) == num_tokens,
             )
         )

@@ -48,9 +48,7 @@ def step(  # type: ignore[no-untyped-def]
         begins[row] = begin = (
             min(max(begin, num_prompt_tokens[row]), end) if skips_prompts else begin
         )
-        num_waiting = append(
-            a, scratch, num_waiting, own, token_ids[row], begin, end, num_prompt_tokens[row]
-        )
+        num_waiting = append(a, scratch, num_waiting, own, token_ids[row], begin, end)
     put_waiting(a, scratch, num_waiting)
     lookup(
         a,

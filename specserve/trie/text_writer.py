@@ -36,11 +36,11 @@ class TextWriter:
         self._epoch, self._num_records = "", 0
         self._lock = threading.Lock()
 
-    def write(self, namespace: str, texts: Sequence[tuple[Int32Array, int]]) -> None:
+    def write(self, namespace: str, texts: Sequence[Int32Array]) -> None:
         """Writes texts in one call to the store, which takes all of them or none.
 
         Args:
-            texts: tokens, int32 ``[n]``, and how many of the first ones are prompt.
+            texts: the tokens of each, int32 ``[n]``.
 
         Raises:
             ConfigError: they are too large for the log; none was written.
@@ -62,7 +62,7 @@ class TextWriter:
             except StoreError as error:
                 raise StoreError(f"{error}; it has taken all of these texts or none") from error
 
-    def write_many(self, namespace: str, texts: Iterable[tuple[Int32Array, int]]) -> int:
+    def write_many(self, namespace: str, texts: Iterable[Int32Array]) -> int:
         """Writes any number of texts in several calls; returns their number of tokens.
 
         Args:
@@ -88,11 +88,9 @@ class TextWriter:
                 self._send(batch, first)
         return num_tokens
 
-    def _records(self, namespace: str, text: tuple[Int32Array, int], number: int) -> list[Record]:
+    def _records(self, namespace: str, text: Int32Array, number: int) -> list[Record]:
         """The records of a text, numbered from ``number``."""
-        tokens, num_prompt_tokens = text
-        name = f"{self._origin}-{number}"
-        piece = TextPiece(namespace, name, 0, tokens, num_prompt_tokens, final=True)
+        piece = TextPiece(namespace, f"{self._origin}-{number}", 0, text, final=True)
         return records_of(self._origin, number, piece)
 
     def _send(self, records: list[Record], first: int) -> None:

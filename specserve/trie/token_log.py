@@ -27,12 +27,10 @@ class LogState(msgspec.Struct, frozen=True):
 
     Attributes:
         held: numbers of all records ever taken.
-        tombstones: tombstones in force.
-        records: text records, in log order.
+        records: tombstones in force, then text records in log order.
     """
 
     held: Ranges
-    tombstones: list[Record]
     records: list[Record]
 
 
@@ -124,12 +122,12 @@ class TokenLog:
     def state(self) -> LogState:
         """Copy of the log's content."""
         texts = [record for record in self.records() if record.kind == "text"]
-        return LogState(self.held.ranges(), self.tombstones.in_force(), texts)
+        return LogState(self.held.ranges(), [*self.tombstones.in_force(), *texts])
 
     def restore(self, state: LogState) -> None:
         """Appends the content of another log."""
         is_new = not self.end
-        for record in (*state.tombstones, *state.records):
+        for record in state.records:
             self.append(record)
         if is_new:
             self.held = SeenRecords(state.held)

@@ -19,7 +19,6 @@ from specserve.trie import pages
 from specserve.trie.branch import Group
 from specserve.trie.layout import (
     BUCKET,
-    CLOCK,
     CUT,
     FROM_CLUSTER,
     GENERATION,
@@ -28,6 +27,7 @@ from specserve.trie.layout import (
     NEXT_FLAGS,
     NUM_EVICTED,
     NUM_FREE_SLOTS,
+    NUM_INGESTED,
     NUM_TOKENS,
     PRIVATE,
     allocate,
@@ -75,7 +75,7 @@ class TokenTrie:
         none, _, rows, _ = batch
         of_step = *own, none, batch, rows, none, none, none, none, drafts
         self._step = direct(step, *of_step, False, 0, 0, 0.0)
-        self._append = direct(pages.append_one, *own[:2], 0, rows, 0)
+        self._append = direct(pages.append_one, *own[:2], 0, rows)
         self._free_a_slot = direct(pages.free_a_slot, *own[:2])
         self._remove = direct(pages.remove, *own[:2], 0)
 
@@ -92,7 +92,7 @@ class TokenTrie:
     @property
     def num_ingested_tokens(self) -> int:
         """Tokens learned so far."""
-        return int(self._arrays.scalars[CLOCK])
+        return int(self._arrays.scalars[NUM_INGESTED])
 
     @property
     def num_evicted_tokens(self) -> int:
@@ -133,16 +133,15 @@ class TokenTrie:
         with self._lock:
             return self._open_slot(sequence) >= 0
 
-    def append(self, sequence: int, tokens: Int32Array, *, num_prompt_tokens: int = 0) -> None:
+    def append(self, sequence: int, tokens: Int32Array) -> None:
         """Appends tokens to a sequence; without room, the rest is lost and drafts stop at the gap.
 
         Args:
             tokens: int32 ``[k]``.
-            num_prompt_tokens: how many of the first tokens are prompt.
         """
         tokens = kernel_array(tokens, np.int32)
         with self._lock:
-            self._append(self._arrays, self._scratch, sequence, tokens, num_prompt_tokens)
+            self._append(self._arrays, self._scratch, sequence, tokens)
 
     def step(
         self,

@@ -35,14 +35,12 @@ class Tails(NamedTuple):
         tokens: int32 ``[slots, FULL_TOKENS]``.
         starts: int64 ``[slots]``, position of the tail's first token in the text.
         lengths: int64 ``[slots]``, fewer than ``FULL_TOKENS``.
-        num_prompt_tokens: int64 ``[slots]``, of the whole text.
         since: float64 ``[slots]``, time of the tail's first token, by the monotonic clock.
     """
 
     tokens: Int32Array
     starts: Int64Array
     lengths: Int64Array
-    num_prompt_tokens: Int64Array
     since: Float64Array
 
 
@@ -72,7 +70,6 @@ class UnsentTexts:
         self._next_check = 0.0
         self._tails = Tails(
             np.zeros((num_slots, FULL_TOKENS), np.int32),
-            np.zeros(num_slots, np.int64),
             np.zeros(num_slots, np.int64),
             np.zeros(num_slots, np.int64),
             np.zeros(num_slots),
@@ -117,10 +114,9 @@ class UnsentTexts:
     def _publish(self, slot: int, tokens: Int32Array, *, final: bool = False) -> None:
         tails, (namespace, name) = self._tails, self._names[slot]
         start = int(tails.starts[slot])
-        prompt = min(max(int(tails.num_prompt_tokens[slot]) - start, 0), len(tokens))
         age_s = self._clock() - float(tails.since[slot]) if len(tokens) else 0.0
         stamp = self._wall_clock() - age_s
-        piece = TextPiece(namespace, name, start, tokens, prompt, final, stamp)
+        piece = TextPiece(namespace, name, start, tokens, final, stamp)
         self._shared.publish(piece)
         tails.starts[slot], tails.lengths[slot] = start + len(tokens), 0
 
@@ -128,7 +124,7 @@ class UnsentTexts:
 @kernel
 def collect(tails, is_shared, batch, begins, ends, now, full):  # type: ignore[no-untyped-def]
     """Copies new tokens to the tails; writes to ``full`` the rows to publish, returns how many."""
-    slots, token_ids, _, num_prompt_tokens = batch
+    slots, token_ids, _, _ = batch
     num_full = 0
     for row in range(slots.shape[0]):
         slot, begin, end = slots[row], begins[row], ends[row]
@@ -137,7 +133,6 @@ def collect(tails, is_shared, batch, begins, ends, now, full):  # type: ignore[n
         # After a failed step the tail lacks learned tokens: it starts again at ``begin``.
         if not tails.lengths[slot] or tails.starts[slot] + tails.lengths[slot] != begin:
             tails.starts[slot], tails.since[slot] = begin, now
-            tails.num_prompt_tokens[slot] = num_prompt_tokens[row]
         start = tails.starts[slot]
         if end - start >= FULL_TOKENS:
             full[num_full] = row

@@ -26,16 +26,16 @@ class WarmText:
     completion: str = ""
     token_ids: tuple[int, ...] = ()
 
-    def tokens(self, tokenizer: Any) -> tuple[Int32Array, int]:
-        """The text's tokens, int32 ``[n]``, and the number of its prompt tokens.
+    def tokens(self, tokenizer: Any) -> Int32Array:
+        """The text's tokens, int32 ``[n]``.
 
         As in a request, the tokenizer (of transformers) adds special tokens to the prompt only.
         """
         if self.token_ids:
-            return np.array(self.token_ids, np.int32), 0
+            return np.array(self.token_ids, np.int32)
         prompt = tokenizer.encode(self.prompt) if self.prompt else []
         answer = tokenizer.encode(self.completion, add_special_tokens=False)
-        return np.array([*prompt, *answer], np.int32), len(prompt)
+        return np.array([*prompt, *answer], np.int32)
 
 
 def read_file(path: Path, vocab_size: int) -> Iterator[WarmText]:

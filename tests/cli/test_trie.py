@@ -284,11 +284,7 @@ def test_warm_texts_have_the_tokens_of_requests(
     both, completion, given = warmed(tmp_path, monkeypatch, elsewhere, lines=lines)
     encode: Any = load_tokenizer(MODEL).encode
 
-    tokens = both.token_array().tolist()
-    assert tokens[: both.num_prompt_tokens] == encode("def f(")
-    assert tokens[both.num_prompt_tokens :] == encode("x):", add_special_tokens=False)
-
+    expected = [*encode("def f("), *encode("x):", add_special_tokens=False)]
+    assert both.token_array().tolist() == expected
     assert completion.token_array().tolist() == encode("return x", add_special_tokens=False)
-    assert completion.num_prompt_tokens == 0
-
-    assert (given.token_array().tolist(), given.num_prompt_tokens) == ([7, 8], 0)
+    assert given.token_array().tolist() == [7, 8]

@@ -184,7 +184,7 @@ def late(texts: Sequence[Text]) -> float:
     for number, text in enumerate(texts):
         if len(waiting) > LATE_REQUESTS:
             known = waiting.popleft()
-            learn(trie, known.tokens, known.num_prompt_tokens)
+            learn(trie, known.tokens)
         replay_one(drafter, text, count.of(number))
         waiting.append(text)
     return count.accepted_per_step

@@ -98,7 +98,6 @@ def records_of(text: Text, origin: str, first_number: int) -> Iterator[Record]:
             sequence=f"{origin}-{text.name}",
             start=begin,
             tokens=text.tokens[begin:end].astype("<i4").tobytes(),
-            num_prompt_tokens=max(0, min(end, text.num_prompt_tokens) - begin),
             final=end == end_of_text,
         )
 

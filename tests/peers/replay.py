@@ -68,10 +68,10 @@ def replay_one(drafter: Drafter, text: Text, tally: Tally) -> None:
     drafter.finish(text)
 
 
-def learn(trie: TokenTrie, text: Int32Array, num_prompt_tokens: int = 0) -> None:
-    """Learns a text as the output of an earlier request."""
+def learn(trie: TokenTrie, text: Int32Array) -> None:
+    """Learns a text of an earlier request."""
     sequence = trie.open()
-    trie.append(sequence, text, num_prompt_tokens=num_prompt_tokens)
+    trie.append(sequence, text)
     trie.finish(sequence)
 
 

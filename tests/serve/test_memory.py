@@ -195,7 +195,7 @@ def test_stores_of_an_earlier_configuration_forget_the_texts_too(
     for fingerprint, shard in (("model", 2), ("another", 0)):
         options = StoreOptions(fingerprint=fingerprint, vocab_size=1000, shard=shard)
         stores.stores[options.name] = store = TrieStore(options)
-        record = Record("replica", 1, 0.0, OWN["team-a"], "text", "s", 0, b"\1\0\0\0", 0, True)
+        record = Record("replica", 1, 0.0, OWN["team-a"], "text", "s", 0, b"\1\0\0\0", True)
         store.exchange(ExchangeRequest("replica", "", 0, [record], 0))
     assert client.get(PATH).json()["tokens"] == 4
     assert client.delete(PATH).json()["forgotten_tokens"] == 4
@@ -209,7 +209,7 @@ def test_a_failing_store_keeps_no_other_store_from_forgetting(
     monkeypatch: pytest.MonkeyPatch,
     problem: type[Exception],
 ) -> None:
-    record = Record("replica", 1, 0.0, OWN["team-a"], "text", "s", 0, b"\1\0\0\0", 0, True)
+    record = Record("replica", 1, 0.0, OWN["team-a"], "text", "s", 0, b"\1\0\0\0", True)
 
     def purge(self: TrieStore, namespace: str) -> int:
         forget(self, namespace)

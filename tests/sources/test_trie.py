@@ -30,7 +30,6 @@ class Published:
     """A fake link that records what is published to other replicas."""
 
     texts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    num_prompt_tokens: dict[str, int] = field(default_factory=dict)
     finished: list[str] = field(default_factory=list)
 
     def publish(self, piece: TextPiece) -> None:
@@ -38,8 +37,6 @@ class Published:
         text = self.texts.setdefault((piece.namespace, piece.sequence), [])
         assert piece.start == len(text)
         text.extend(piece.tokens.tolist())
-        self.num_prompt_tokens.setdefault(piece.sequence, 0)
-        self.num_prompt_tokens[piece.sequence] += piece.num_prompt_tokens
         if piece.final:
             self.finished.append(piece.sequence)
 
@@ -304,7 +301,6 @@ def test_only_texts_that_may_be_learned_are_published() -> None:
     [(of, name)] = published.texts
     assert of == namespace("m")
     assert published.texts[of, name] == TEXT[:60].tolist()
-    assert published.num_prompt_tokens == {name: 30}
     assert published.finished == [name]
 
 

@@ -28,7 +28,7 @@ def piece(
     begin: int, end: int, sequence: str = "s", *, namespace: str = "n", final: bool = False
 ) -> Record:
     tokens = TEXT[begin:end].astype("<i4").tobytes()
-    return Record("o", 1, 0.0, namespace, "text", sequence, begin, tokens, 0, final)
+    return Record("o", 1, 0.0, namespace, "text", sequence, begin, tokens, final)
 
 
 def draft(memory: TrieMemory, context: Int32Array, namespace: str = "n") -> tuple[list[int], bool]:

@@ -23,7 +23,7 @@ from tests.trie.texts import VOCAB_SIZE, purge, record
 @pytest.mark.parametrize(
     "good",
     [
-        record(tokens=[0, VOCAB_SIZE - 1], num_prompt_tokens=2),
+        record(tokens=[0, VOCAB_SIZE - 1]),
         record(tokens=[], final=True),
         record(tokens=[1] * MAX_RECORD_TOKENS),
         record(namespace="n" * MAX_NAME_CHARS),
@@ -65,11 +65,10 @@ def test_tokens_are_read_as_they_were_written() -> None:
 def test_a_long_piece_becomes_several_records() -> None:
     size = 2 * MAX_RECORD_TOKENS + 5
     tokens = np.arange(size, dtype=np.int32)
-    piece = TextPiece("n", "s", 10, tokens, MAX_RECORD_TOKENS + 2, final=True)
+    piece = TextPiece("n", "s", 10, tokens, final=True)
     records = records_of("me", 7, piece)
     assert [each.number for each in records] == [7, 8, 9]
     assert [each.start - 10 for each in records] == [0, MAX_RECORD_TOKENS, 2 * MAX_RECORD_TOKENS]
-    assert [each.num_prompt_tokens for each in records] == [MAX_RECORD_TOKENS, 2, 0]
     assert [each.final for each in records] == [False, False, True]
     assert np.concatenate([each.token_array() for each in records]).tolist() == tokens.tolist()
 

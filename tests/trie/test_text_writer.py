@@ -63,21 +63,19 @@ def tokens_of(records: list[Record]) -> Iterator[int]:
         yield from record.token_array().tolist()
 
 
-def texts_of(*texts: int) -> Iterator[tuple[Int32Array, int]]:
+def texts_of(*texts: int) -> Iterator[Int32Array]:
     """Texts with these numbers of tokens."""
     for size in texts:
-        yield np.arange(size, dtype=np.int32) % 1000, 0
+        yield np.arange(size, dtype=np.int32) % 1000
 
 
 def test_replicas_get_every_text_whole_and_final(link: Link) -> None:
     long = np.arange(2 * MAX_RECORD_TOKENS + 5, dtype=np.int32) % 1000
     short = np.array([1, 2, 3], np.int32)
-    written = [(long, MAX_RECORD_TOKENS + 1), (short, 0)]
-    assert TextWriter(link).write_many(NAME, written) == len(long) + 3
+    assert TextWriter(link).write_many(NAME, [long, short]) == len(long) + 3
     first, second = texts(link).values()
     assert list(tokens_of(first)) == long.tolist()
     assert [record.start for record in first] == [0, MAX_RECORD_TOKENS, 2 * MAX_RECORD_TOKENS]
-    assert [record.num_prompt_tokens for record in first] == [MAX_RECORD_TOKENS, 1, 0]
     assert [record.final for record in first] == [False, False, True]
     assert list(tokens_of(second)) == short.tolist()
     assert link.store.stats().num_tokens == len(long) + 3
@@ -88,7 +86,7 @@ def test_texts_are_sent_in_batches(link: Link, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(text_writer, "BATCH_BYTES", 2 * record_bytes)
     held = []
 
-    def watched() -> Iterator[tuple[Int32Array, int]]:
+    def watched() -> Iterator[Int32Array]:
         for text in texts_of(1, 1, 1, MAX_RECORD_TOKENS + 1, 1):
             held.append(link.store.stats().num_tokens)
             yield text
@@ -137,12 +135,11 @@ def test_a_refusal_is_an_error_at_once(
 def test_a_writer_can_write_several_times(link: Link) -> None:
     writer = TextWriter(link)
     long = np.arange(MAX_RECORD_TOKENS + 5, dtype=np.int32) % 1000
-    writer.write(NAME, [(long, 3), *texts_of(2)])
+    writer.write(NAME, [long, *texts_of(2)])
     writer.write(NAME, list(texts_of(1)))
     found = list(texts(link).values())
     assert [list(tokens_of(each)) for each in found] == [long.tolist(), [0, 1], [0]]
     assert [each[-1].final for each in found] == [True, True, True]
-    assert found[0][0].num_prompt_tokens == 3
 
 
 def test_no_text_is_sent_to_a_store_that_is_silent(link: Link) -> None:
@@ -188,7 +185,7 @@ def test_a_restarted_store_that_lost_texts_is_an_error(
 ) -> None:
     monkeypatch.setattr(text_writer, "BATCH_BYTES", 1)
 
-    def watched() -> Iterator[tuple[Int32Array, int]]:
+    def watched() -> Iterator[Int32Array]:
         yield from texts_of(1)
         link.store = TrieStore(OPTIONS)
         yield from texts_of(1)
@@ -204,7 +201,7 @@ def test_a_restarted_store_that_still_has_all_texts_is_written_to(
     options = StoreOptions(fingerprint="model", vocab_size=1000, snapshot_url=str(tmp_path))
     link = Link(TrieStore(options))
 
-    def watched() -> Iterator[tuple[Int32Array, int]]:
+    def watched() -> Iterator[Int32Array]:
         yield from texts_of(1)
         link.store.close()
         link.store = TrieStore(options)

@@ -10,7 +10,7 @@ import pytest
 
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import Drafts, Int32Array
-from specserve.trie.layout import CLOCK, NUM_FREE_PAGES, NUM_FREE_SLOTS, PAGE
+from specserve.trie.layout import NUM_FREE_PAGES, NUM_FREE_SLOTS, PAGE
 from specserve.trie.token_trie import NO_SEQUENCE, TokenTrie
 from tests.trie.lookups import look_up
 
@@ -26,15 +26,9 @@ def noise(length: int, seed: int = 0, vocab_size: int = 30_000) -> Int32Array:
     return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
 
 
-def learn(
-    trie: TokenTrie,
-    text: Int32Array,
-    *,
-    num_prompt_tokens: int = 0,
-    from_cluster: bool = False,
-) -> None:
+def learn(trie: TokenTrie, text: Int32Array, *, from_cluster: bool = False) -> None:
     sequence = trie.open(from_cluster=from_cluster)
-    trie.append(sequence, text, num_prompt_tokens=num_prompt_tokens)
+    trie.append(sequence, text)
     trie.finish(sequence)
 
 
@@ -139,19 +133,17 @@ def test_a_longer_match_gives_a_longer_draft(trie: TokenTrie) -> None:
     assert 1 <= lengths[0] <= 4
 
 
-def test_outputs_weigh_more_than_prompts(trie: TokenTrie) -> None:
-    learn(trie, tokens(1, 2, 3, 50))
-    learn(trie, tokens(1, 2, 3, 51), num_prompt_tokens=4)
-    assert draft(trie, tokens(1, 2, 3), 1) == [50]
+def test_of_branches_with_equal_weight_the_newest_is_drafted(trie: TokenTrie) -> None:
+    for last in (50, 51):
+        learn(trie, tokens(1, 2, 3, last))
+        assert draft(trie, tokens(1, 2, 3), 1) == [last]
 
 
-def test_newer_texts_weigh_more_than_old_ones(trie: TokenTrie) -> None:
-    for _ in range(2):
-        learn(trie, tokens(1, 2, 3, 50))
-    assert draft(trie, tokens(1, 2, 3), 1) == [50]
-    trie._arrays.scalars[CLOCK] += 2 * 10**6
-    learn(trie, tokens(1, 2, 3, 51))
-    assert draft(trie, tokens(1, 2, 3), 1) == [51]
+def test_only_the_newest_places_count(trie: TokenTrie) -> None:
+    for last in (50, 51):
+        for _ in range(16):
+            learn(trie, tokens(1, 2, 3, last))
+        assert look(trie, tokens(1, 2, 3), 1, floor=0.8).tokens[0, 0] == last
 
 
 def test_a_requests_own_text_weighs_most(trie: TokenTrie) -> None:
@@ -367,25 +359,6 @@ def test_a_lookup_beside_a_learning_thread_never_sees_half_a_text() -> None:
 def test_too_little_memory_is_refused_with_its_value() -> None:
     with pytest.raises(ValueError, match="max_bytes: 1000"):
         TokenTrie(1000)
-
-
-@pytest.mark.parametrize("num_later_tokens", [2 * 10**9, 10**11])
-def test_old_texts_are_still_drafted(trie: TokenTrie, num_later_tokens: int) -> None:
-    text = noise(100)
-    learn(trie, text)
-    trie._arrays.scalars[CLOCK] += num_later_tokens
-    assert draft(trie, text[:20]) == text[20:28].tolist()
-
-
-def test_newer_texts_win_even_if_the_page_stamp_overflows(
-    trie: TokenTrie,
-) -> None:
-    trie._arrays.scalars[CLOCK] = PAGE << 31
-    context = noise(20)
-    for last in (1, 2):
-        learn(trie, np.append(context, tokens(last)))
-        trie._arrays.scalars[CLOCK] += 10**8
-    assert draft(trie, context) == [2]
 
 
 def test_short_texts_evict_one_another() -> None:

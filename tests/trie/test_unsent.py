@@ -10,20 +10,19 @@ from specserve.trie.records import TextPiece
 from specserve.trie.unsent import CHECK_S, FULL_TOKENS, MAX_DELAY_S, UnsentTexts
 
 TEXT = np.random.default_rng(0).integers(0, 30_000, (2, 5000)).astype(np.int32)
-PROMPT_TOKENS = 30
 
 
 @dataclass
 class Published:
-    """Published pieces: (name, start, num_tokens, num_prompt_tokens, final, stamp)."""
+    """Published pieces: (name, start, num_tokens, final, stamp)."""
 
-    pieces: list[tuple[str, int, int, int, bool, float]] = field(default_factory=list)
+    pieces: list[tuple[str, int, int, bool, float]] = field(default_factory=list)
 
     def publish(self, piece: TextPiece) -> None:
-        namespace, sequence, start, tokens, num_prompt_tokens, final, stamp = piece
+        namespace, sequence, start, tokens, final, stamp = piece
         assert namespace == "tenant"
         assert tokens.tolist() == TEXT[int(sequence), start : start + len(tokens)].tolist()
-        self.pieces.append((sequence, start, len(tokens), num_prompt_tokens, final, stamp))
+        self.pieces.append((sequence, start, len(tokens), final, stamp))
 
     def link(self) -> LinkSnapshot:
         return LinkSnapshot(True, 0.0, 0, 0)
@@ -50,14 +49,13 @@ class Texts:
             self.unsent.open(slot, "tenant", str(name))
         self._ends = np.zeros(2, np.int64)
 
-    def grow(self, *ends: int) -> list[tuple[str, int, int, int, bool, float]]:
+    def grow(self, *ends: int) -> list[tuple[str, int, int, bool, float]]:
         """Runs a step and returns the pieces that it publishes."""
         begins, self._ends = self._ends, np.array(ends, np.int64)
-        prompts, buffer = np.full(2, PROMPT_TOKENS, np.int32), TEXT.copy()
-        batch = self.slots, buffer, self._ends.astype(np.int32), prompts
+        batch = self.slots, TEXT.copy(), self._ends.astype(np.int32), np.full(2, 30, np.int32)
         return self.sent(lambda: self.unsent.add(batch, begins, self._ends))
 
-    def sent(self, call: object) -> list[tuple[str, int, int, int, bool, float]]:
+    def sent(self, call: object) -> list[tuple[str, int, int, bool, float]]:
         self.published.pieces.clear()
         assert callable(call)
         call()
@@ -72,34 +70,32 @@ def texts() -> Texts:
 def test_a_short_piece_waits_and_a_full_one_is_sent(texts: Texts) -> None:
     assert texts.grow(40, 50) == []
     assert texts.grow(FULL_TOKENS - 1, 55) == []
-    assert texts.grow(FULL_TOKENS + 2, 60) == [
-        ("0", 0, FULL_TOKENS + 2, PROMPT_TOKENS, False, 100.0)
-    ]
+    assert texts.grow(FULL_TOKENS + 2, 60) == [("0", 0, FULL_TOKENS + 2, False, 100.0)]
     assert texts.grow(FULL_TOKENS + 5, 60) == []
     texts.clock.now += MAX_DELAY_S
     assert texts.grow(FULL_TOKENS + 7, 60) == [
-        ("1", 0, 60, PROMPT_TOKENS, False, 100.0),
-        ("0", FULL_TOKENS + 2, 5, 0, False, 100.0),
+        ("1", 0, 60, False, 100.0),
+        ("0", FULL_TOKENS + 2, 5, False, 100.0),
     ]
     texts.clock.now += CHECK_S
     assert texts.grow(FULL_TOKENS + 8, 60) == []
 
 
 def test_a_long_prompt_is_sent_at_once(texts: Texts) -> None:
-    assert texts.grow(4000, 5) == [("0", 0, 4000, PROMPT_TOKENS, False, 100.0)]
+    assert texts.grow(4000, 5) == [("0", 0, 4000, False, 100.0)]
 
 
 def test_the_end_of_a_text_is_sent_when_its_request_ends(texts: Texts) -> None:
     texts.grow(40, 20)
     texts.clock.now += 1.0
-    assert texts.sent(lambda: texts.unsent.close(3)) == [("0", 0, 40, PROMPT_TOKENS, True, 100.0)]
+    assert texts.sent(lambda: texts.unsent.close(3)) == [("0", 0, 40, True, 100.0)]
     assert texts.sent(lambda: texts.unsent.close(3)) == []
-    assert texts.sent(lambda: texts.unsent.close(1)) == [("1", 0, 20, 20, True, 100.0)]
+    assert texts.sent(lambda: texts.unsent.close(1)) == [("1", 0, 20, True, 100.0)]
 
 
 def test_a_text_without_unsent_tokens_is_closed(texts: Texts) -> None:
     texts.grow(FULL_TOKENS, 0)
-    assert texts.sent(lambda: texts.unsent.close(3)) == [("0", FULL_TOKENS, 0, 0, True, 100.0)]
+    assert texts.sent(lambda: texts.unsent.close(3)) == [("0", FULL_TOKENS, 0, True, 100.0)]
 
 
 def test_text_of_a_request_outside_the_batch_is_sent(texts: Texts) -> None:
@@ -113,7 +109,7 @@ def test_text_of_a_request_outside_the_batch_is_sent(texts: Texts) -> None:
 
 def test_a_text_that_is_not_shared_is_not_sent(texts: Texts) -> None:
     texts.slots = np.array([0, 1])
-    assert texts.grow(4000, 4000) == [("1", 0, 4000, PROMPT_TOKENS, False, 100.0)]
+    assert texts.grow(4000, 4000) == [("1", 0, 4000, False, 100.0)]
     assert texts.sent(lambda: texts.unsent.close(0)) == []
 
 
@@ -124,7 +120,7 @@ def test_a_failed_step_leaves_a_gap_without_text_of_other_requests(
     texts.grow(20, 0)
     texts._ends = np.array([25, 0])  # learned, but never added
     texts.grow(30, 0)
-    assert texts.sent(lambda: texts.unsent.close(3)) == [("0", 25, 5, 5, True, 100.0)]
+    assert texts.sent(lambda: texts.unsent.close(3)) == [("0", 25, 5, True, 100.0)]
 
 
 def test_pieces_are_sent_in_time_although_the_wall_clock_is_set_back(texts: Texts) -> None:
