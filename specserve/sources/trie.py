@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from secrets import token_hex
 from typing import Self
 
@@ -41,8 +42,6 @@ ends with more unlearned tokens, so many of the last ones are learned."""
 SHOWN_S = 600.0
 """Seconds for which ``reason`` says that a namespace has no trie; less, if a request finds one."""
 
-_NO_TRIE = -1
-
 
 class TrieSource:
     """Drafts from a replica's memory of texts, and adds the texts of its requests.
@@ -73,14 +72,12 @@ class TrieSource:
         self._shared = shared
         self._unsent = None if shared is None else UnsentTexts(shared, size)
         self._text_prefix, self._num_opened = token_hex(8), 0
-        self._tries: list[TokenTrie | None] = []
+        self._tries: list[TokenTrie | None] = [None] * size  # by slot
+        self._groups: dict[bytes, dict[TokenTrie, Int64Array]] = {}
         self._namespaces = [""] * size
-        self._trie_of = np.full(size, _NO_TRIE, np.int64)  # index of self._tries, by slot
         self._sequences = np.full(size, NO_SEQUENCE, np.int64)
         self._num_learned = np.zeros(size, np.int64)
-        self._rows = np.arange(size)
         self._begins, self._ends = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        self._not_in_first: set[int] = set()  # slots of requests that do not use the first trie
         self._drafts = DraftBuffer(size, config.max_draft_len)
         context.metrics.watch_trie(self.snapshot)
 
@@ -103,8 +100,7 @@ class TrieSource:
     def open(self, slot: int, controls: RequestControls) -> None:
         """See :class:`specserve.sources.base.Source`."""
         self._sequences[slot], self._num_learned[slot] = NO_SEQUENCE, 0
-        self._trie_of[slot] = _NO_TRIE
-        self._not_in_first.add(slot)
+        self._put(slot, None)
         if not (controls.learn or wants_drafts(controls, "trie")):
             return
         tenant = "" if self._config.share_tenants else controls.tenant
@@ -121,9 +117,7 @@ class TrieSource:
             return
         self._misses.note(of, "")
         self._namespaces[slot], self._sequences[slot] = of, sequence
-        self._trie_of[slot] = index = self._index_of(trie)
-        if index == 0:
-            self._not_in_first.discard(slot)
+        self._put(slot, trie)
         if self._unsent is not None and controls.learn:
             # Not the request's id: clients may choose it, and two may choose the same.
             self._unsent.open(slot, of, f"{self._text_prefix}-{self._num_opened:x}")
@@ -134,9 +128,8 @@ class TrieSource:
         slots, size = batch.slots, len(limits)
         arrays, drafts = batch[:4], self._drafts.rows(size)
         begins, ends, budget = self._begins[:size], self._ends[:size], LEARN_TOKENS_PER_STEP
-        if self._not_in_first:
-            drafts.lengths[:] = 0
-        for trie, rows in self._rows_by_trie(slots):
+        drafts.lengths[:] = 0
+        for trie, rows in self._rows_by_trie(slots).items():
             budget = trie.step(
                 rows,
                 arrays,
@@ -157,11 +150,12 @@ class TrieSource:
     def finish(self, batch: DraftBatch) -> None:
         """See :class:`specserve.sources.base.LearningSource`."""
         slots = batch.slots
-        is_learned = self._trie_of[slots] != _NO_TRIE
+        is_learned = self._sequences[slots] != NO_SEQUENCE
         firsts = batch.num_tokens - LEARN_TOKENS_PER_STEP
         behind = np.flatnonzero((self._num_learned[slots] < firsts) & is_learned)
         for row, slot in zip(behind.tolist(), slots[behind].tolist(), strict=True):
-            self._trie(self._trie_of[slot]).skip(int(self._sequences[slot]))
+            if (trie := self._tries[slot]) is not None:
+                trie.skip(int(self._sequences[slot]))
             self._num_learned[slot] = firsts[row]
         left = np.maximum(batch.num_tokens - self._num_learned[slots], 0)
         for _ in range(1 + int(left[is_learned].sum()) // LEARN_TOKENS_PER_STEP):
@@ -170,12 +164,12 @@ class TrieSource:
     def close(self, slots: Int64Array) -> None:
         """See :class:`specserve.sources.base.Source`; learned text stays in the memory."""
         for slot in slots.tolist():
-            self._not_in_first.discard(slot)
-            if self._trie_of[slot] == _NO_TRIE:
+            if (trie := self._tries[slot]) is None:
                 continue
-            self._trie(self._trie_of[slot]).finish(int(self._sequences[slot]))
+            trie.finish(int(self._sequences[slot]))
             self._memory.release(self._namespaces[slot])
-            self._trie_of[slot], self._sequences[slot] = _NO_TRIE, NO_SEQUENCE
+            self._put(slot, None)
+            self._sequences[slot] = NO_SEQUENCE
             if self._unsent is not None:
                 self._unsent.close(slot)
 
@@ -188,32 +182,21 @@ class TrieSource:
         )
         return TrieSnapshot(tuple(namespaces), link)
 
-    def _rows_by_trie(self, slots: Int64Array) -> Iterator[tuple[TokenTrie, Int64Array]]:
-        """The batch's rows, grouped by trie."""
-        if self._tries and self._tries[0] and not self._not_in_first:  # the usual case
-            yield self._tries[0], self._rows[: len(slots)]
-            return
-        of = self._trie_of[slots]
-        for index in np.unique(of[of != _NO_TRIE]).tolist():
-            yield self._trie(index), np.flatnonzero(of == index)
+    def _put(self, slot: int, trie: TokenTrie | None) -> None:
+        self._tries[slot] = trie
+        self._groups.clear()
 
-    def _trie(self, index: int) -> TokenTrie:
-        trie = self._tries[index]
-        assert trie is not None
-        return trie
-
-    def _index_of(self, trie: TokenTrie) -> int:
-        """The trie's index in ``_tries``. A new one takes a free index; unused ones are dropped,
-        because the memory may have replaced them."""
-        if trie in self._tries:
-            return self._tries.index(trie)
-        used = set(self._trie_of.tolist())
-        self._tries = [each if i in used else None for i, each in enumerate(self._tries)]
-        if None not in self._tries:
-            self._tries.append(None)
-        index = self._tries.index(None)
-        self._tries[index] = trie
-        return index
+    def _rows_by_trie(self, slots: Int64Array) -> dict[TokenTrie, Int64Array]:
+        """The batch's rows, grouped by trie. Kept, as the next step usually has the same slots."""
+        key = slots.tobytes()
+        if key not in self._groups:
+            rows: defaultdict[TokenTrie | None, list[int]] = defaultdict(list)
+            for row, slot in enumerate(slots.tolist()):
+                rows[self._tries[slot]].append(row)
+            self._groups = {
+                key: {trie: np.array(each) for trie, each in rows.items() if trie is not None}
+            }
+        return self._groups[key]
 
     def _why_none(self, of: str, controls: RequestControls) -> str:
         """Why a request has no trie; without tenant and adapter names, as all tenants see it."""
