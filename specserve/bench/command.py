@@ -106,10 +106,10 @@ def run(args: argparse.Namespace) -> int:
     }
     found = served | figures(result, [len(each) for each in requests], model.num_devices)
     _print(Console(markup=False), found, sources)
-    if args.record_output:
-        write_token_file(args.record_output, [each.token_ids for each in result.completions])
     if args.save_output:
         write_json(args.save_output, found | {"sources": sources})
+    if args.record_output:
+        write_token_file(args.record_output, [each.token_ids for each in result.completions])
     return 0
 
 

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from specserve import __version__
-from specserve.core.errors import SpecServeError
+from specserve.core.errors import MissingExtraError, SpecServeError
 
 _COMMANDS = (
     "specserve.cli.check",
@@ -27,6 +27,10 @@ _COMMANDS = (
 """The commands' modules, in the order of the help text. Each has ``add_parser(subparsers)``, which
 sets ``run``: a function that takes the parsed arguments and returns the exit code. At its top a
 module imports only what its parser needs."""
+
+
+_EXTRAS = ("vllm", "torch", "transformers", "rouge_score")
+"""Packages of the extras ``cpu`` and ``gpu`` alone."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -71,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     before = signal.signal(signal.SIGTERM, _end)
     try:
-        code: int = args.run(args)
+        code = _run(args)
     except SpecServeError as error:
         for line in str(error).splitlines():
             print(f"specserve: error: {line}", file=sys.stderr)
@@ -80,6 +84,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     finally:
         signal.signal(signal.SIGTERM, before)
+    return code
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        code: int = args.run(args)
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        raise MissingExtraError("this command", error.name) from None
     return code
 
 

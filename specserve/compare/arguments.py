@@ -53,11 +53,12 @@ def only_application(path: Path) -> AppConfig:
     """The configuration of a Serve file's only application.
 
     Raises:
-        ConfigError: the file is wrong, has several applications, or its model is missing.
+        ConfigError: the file is wrong, has several applications, or its model is missing; or vLLM
+            has another version than the tested one.
     """
     # Imported here so that `--help` stays fast.
     from specserve.engine.checkpoint import find_checkpoint
-    from specserve.engine.vllm_version import is_cpu_build
+    from specserve.engine.vllm_version import check_vllm, is_cpu_build
     from specserve.engine.weights import check_weights
     from specserve.serve.config_file import read
 
@@ -65,6 +66,7 @@ def only_application(path: Path) -> AppConfig:
     if len(applications) > 1:
         raise ConfigError("--config", str(path), "a file with one application")
     config = applications[0].config
+    check_vllm(config)
     checkpoint = find_checkpoint(config.model, f"{applications[0].field}.model")
     check_weights(config, checkpoint.path, on_cpu=is_cpu_build())
     return config

@@ -40,8 +40,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     add("--seed", type=number_from(0), default=0, help="of prompts and sampling (default: "
         "%(default)s)")  # fmt: skip
-    add("--repeat", type=number_from(1), default=1, help="passes over the prompts (default: "
-        "%(default)s)")  # fmt: skip
+    add("--repeat", type=number_from(1), default=1, help="passes over the prompts, each in a new "
+        "engine (default: %(default)s)")  # fmt: skip
     add("--tolerance", type=float, default=None, help="largest difference of two tokens' "
         "log-probabilities that counts as a tie, in nats (default: 0.1; 0 in float32)")  # fmt: skip
     add("--save-output", type=Path, default=None, metavar="FILE", help="write everything as JSON")

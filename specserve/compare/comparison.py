@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from specserve.compare.lossless import Verdict, judge
 from specserve.compare.prompts import Prompt
 from specserve.core.config import AppConfig
 from specserve.engine.generation import Job, RunResult, Sampling
-from specserve.engine.methods import Method
+from specserve.engine.methods import NONE, Method
 
 WARM_UP_TOKENS = 32
 """Output tokens of each warm-up prompt. Their time is not measured."""
@@ -45,12 +45,14 @@ class Comparison:
         settings: the same for all methods.
         passes: one result per pass.
         verdicts: for each method but the reference; empty without ``none`` or with sampling.
+        against_none: the same with ``none`` as the reference; empty if it is the reference anyway.
     """
 
     prompts: Sequence[Prompt]
     settings: Settings
     passes: dict[Method, list[RunResult]]
     verdicts: dict[Method, Verdict]
+    against_none: dict[Method, Verdict] = field(default_factory=dict)
 
     @property
     def is_lossless(self) -> bool:
@@ -66,28 +68,35 @@ def compare(
     console: Console,
     reference: Method,
 ) -> Comparison:
-    """Runs each method in an engine of its own, one after another.
+    """Runs each pass of each method in an engine of its own, one after another.
 
-    ``none`` runs last: its engine then scores where outputs differ from those of ``reference``,
-    which is one of the methods.
+    A method may remember earlier passes, so each starts with an empty memory. ``none`` runs last:
+    its engine then scores where outputs differ from those of ``reference``, which is one of the
+    methods.
 
     Raises:
         EngineError: an engine did not start or died; no process keeps running.
     """
-    found: dict[Method, list[RunResult]] = {}
+    found: dict[Method, list[RunResult]] = {method: [] for method in methods}
     verdicts: dict[Method, Verdict] = {}
-    for method in sorted(methods, key=lambda m: m.is_none):
+    against_none: dict[Method, Verdict] = {}
+    runs = [(method, number) for method in methods for number in range(settings.repeat)]
+    last = Method(NONE), settings.repeat - 1
+    for method, number in sorted(runs, key=lambda run: run[0].is_none):
         with EngineProcess(config, method) as engine:
             with console.status(f"{method}: loading the model"):
                 engine.wait_ready()
-            found[method] = _passes(engine, prompts, settings, console)
-            if method.is_none and settings.temperature == 0:
+            found[method].append(_pass(engine, prompts, settings, console))
+            if (method, number) == last and settings.temperature == 0:
                 verdicts = _judge(engine, prompts, found, settings, reference)
+                if reference != method:
+                    against_none = _judge(engine, prompts, found, settings, method)
     return Comparison(
         prompts=prompts,
         settings=settings,
         passes={method: found[method] for method in methods},
         verdicts={method: verdicts[method] for method in methods if method in verdicts},
+        against_none=against_none,
     )
 
 
@@ -119,17 +128,15 @@ def warm_up(engine: EngineProcess, jobs: Sequence[Job], concurrency: int) -> Non
     engine.run([Job(job.prompt_token_ids[::-1], sampling) for job in few], concurrency)
 
 
-def _passes(
+def _pass(
     engine: EngineProcess, prompts: Sequence[Prompt], settings: Settings, console: Console
-) -> list[RunResult]:
+) -> RunResult:
     jobs = jobs_of(prompts, settings)
     warm_up(engine, jobs, settings.concurrency)
-    passes: list[RunResult] = []
-    for _ in range(settings.repeat):
-        with progress_bar(console, str(engine.method), len(jobs)) as progress:
-            passes.append(engine.run(jobs, settings.concurrency, progress))
-            progress(len(jobs), passes[-1].num_tokens)
-    return passes
+    with progress_bar(console, str(engine.method), len(jobs)) as progress:
+        result = engine.run(jobs, settings.concurrency, progress)
+        progress(len(jobs), result.num_tokens)
+    return result
 
 
 def _judge(
@@ -148,6 +155,11 @@ def _judge(
             list(chain.from_iterable(one.completions for one in passes)),
             score=lambda jobs: none.run(jobs, settings.concurrency),
             tolerance=settings.tolerance,
+            constrained={
+                index
+                for index, prompt in enumerate([*prompts] * len(passes))
+                if prompt.json_schema is not None
+            },
         )
         for method, passes in found.items()
         if method != reference

@@ -4,7 +4,8 @@ Rounding depends on the batch shape. In bf16 it can decide between two tokens of
 probability: a near tie. Two correct outputs may differ from there on. So the engine without
 speculation scores each output's first difference, with the common prefix as its prompt. It is a
 near tie if two gaps of log-probabilities are within a tolerance: between the two tokens, and
-between the speculative token and the engine's own choice. Later tokens are not compared.
+between the speculative token and the engine's own choice. The second gap says nothing where a
+schema may forbid the engine's choice. Later tokens are not compared.
 
 A prefill step rounds differently from a decode step. For some weights, such as an untrained expert
 router, the engine without speculation can differ from itself by more than the tolerance. The check
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
@@ -41,8 +42,8 @@ class Difference:
         expected: the reference's token; None if the reference output had ended.
         got: the compared output's token; None if that output had ended.
         gap: difference of log-probabilities after the common prefix, in nats: of the two tokens, or
-            of ``got`` and the most likely token if that is larger. Infinite if one output had
-            ended.
+            without a schema of ``got`` and the most likely token if that is larger. Infinite if one
+            output had ended.
     """
 
     prompt: int
@@ -99,6 +100,7 @@ def judge(
     *,
     score: Callable[[list[Job]], RunResult],
     tolerance: float,
+    constrained: Collection[int] = (),
 ) -> Verdict:
     """Compares outputs with those of a reference method.
 
@@ -108,6 +110,7 @@ def judge(
         outputs: n completions of the method.
         score: runs jobs on the engine without speculation; called only if there are differences.
         tolerance: largest gap of a near tie, in nats; 0: the texts must be equal.
+        constrained: indices of the prompts whose answers a schema constrains.
     """
     differing = [
         (index, difference)
@@ -124,7 +127,7 @@ def judge(
     }
     scored = score([*jobs.values()]).completions if jobs else ()
     gaps = {
-        index: _gap(job, completion)
+        index: _gap(job, completion, is_constrained=index in constrained)
         for (index, job), completion in zip(jobs.items(), scored, strict=True)
     }
     near_ties: list[Difference] = []
@@ -141,8 +144,9 @@ def judge(
     )
 
 
-def _gap(job: Job, completion: Completion) -> float:
+def _gap(job: Job, completion: Completion, *, is_constrained: bool) -> float:
     """The gap that :class:`Difference` defines, in nats."""
     logprobs = completion.logprobs[0]  # of both tokens and of the engine's own choice
     expected, got = (logprobs[token] for token in job.sampling.score_token_ids)
-    return max(abs(expected - got), max(logprobs.values()) - got)
+    gap = abs(expected - got)
+    return gap if is_constrained else max(gap, max(logprobs.values()) - got)

@@ -53,11 +53,11 @@ class RequestError(ConfigError):
 
 
 class MissingExtraError(SpecServeError, RuntimeError):
-    """vLLM is not installed."""
+    """vLLM, or a package that is installed together with it, is missing."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, package: str = "vLLM") -> None:
         super().__init__(
-            f"{what} needs vLLM: install specserve[cpu] (CPU) or specserve[gpu] (NVIDIA GPU)"
+            f"{what} needs {package}: run `make setup` (CPU) or install specserve[gpu] (NVIDIA GPU)"
         )
 
 

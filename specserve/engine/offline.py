@@ -81,8 +81,7 @@ class OfflineEngine:
     ) -> RunResult:
         """Continues all jobs in their order, at most ``concurrency`` at a time.
 
-        The prefix cache is cleared first, so that all passes start equal. An exception of
-        ``progress`` or ``show`` aborts all jobs.
+        The prefix cache is cleared first. An exception of ``progress`` or ``show`` aborts all jobs.
         """
         assert concurrency >= 1
         self._engine.reset_prefix_cache()
@@ -126,9 +125,10 @@ class OfflineEngine:
         try:
             self._engine.add_request(request_id, prompt, _sampling_params(job.sampling))
         except (ValueError, VLLMClientError) as error:
-            raise ConfigError(
-                "prompt", f"{len(job.prompt_token_ids)} tokens", reason_of(error)
-            ) from error
+            length, schema = f"{len(job.prompt_token_ids)} tokens", job.sampling.json_schema
+            # vLLM checks both; a schema is what it refuses more often.
+            field, value = ("prompt", length) if schema is None else ("json_schema", schema)
+            raise ConfigError(field, value, reason_of(error)) from error
 
     def _await_sources(self) -> None:
         """Waits until all drafters have loaded their models, so that a run measures all sources."""

@@ -30,7 +30,8 @@ class Quality:
         exact: share of answers equal to their reference; surrounding whitespace is ignored.
         delta: the method's ROUGE-1 minus that of ``none``, in points.
         verdict: comparison with the reference method's texts; None for the reference method.
-        keeps: texts equal the reference method's up to near ties, or ``delta`` is small.
+        keeps: texts equal the reference method's or those of ``none``, up to near ties, or
+            ``delta`` is small.
     """
 
     scores: dict[str, float]
@@ -75,8 +76,11 @@ def judge_quality(comparison: Comparison) -> dict[Method, Quality]:
         delta = score["rouge1"] - none_rouge1
         verdict = comparison.verdicts.get(method)
         # The reference method has no verdict. The one of `none` also compares these two methods.
-        relevant = verdict or comparison.verdicts.get(Method(NONE))
-        keeps = abs(delta) <= MAX_DELTA or (relevant is not None and relevant.is_lossless)
+        relevant = (
+            verdict or comparison.verdicts.get(Method(NONE)),
+            comparison.against_none.get(method),
+        )
+        keeps = abs(delta) <= MAX_DELTA or any(each and each.is_lossless for each in relevant)
         same = [
             answer.text.strip() == reference.strip()
             for answer, reference in zip(answers_of(comparison, method), references, strict=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specserve.compare.arguments import at_least_zero, in_existing_folder, number_from
-from specserve.core.errors import ConfigError, SpecServeError
+from specserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,7 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the task and prints the answers.
+    """Runs the task and prints the answers. A failure or Ctrl-C loses no finished answer.
 
     Raises:
         SpecServeError: an argument or a file is wrong, or a request failed.
@@ -98,9 +98,16 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     with contextlib.ExitStack() as stack:
         model = _model(args, stack)
-        found = _chat(args, model, console) if args.task == CHAT else _texts(args, model, console)
-    if args.save_output:
-        write_json(args.save_output, {"model": model.name, "task": args.task, **found})
+        found: dict[str, Any] = {"model": model.name, "task": args.task}
+        try:
+            if args.task == CHAT:
+                found["turns"] = _chat(args, model, console)
+            else:
+                found["passes"] = []
+                _texts(args, model, console, found["passes"])
+        finally:
+            if args.save_output and (found.get("turns") or found.get("passes")):
+                write_json(args.save_output, found)
     return 0
 
 
@@ -178,7 +185,10 @@ def _model(args: argparse.Namespace, stack: contextlib.ExitStack) -> Model:
     return server
 
 
-def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str, Any]:
+def _texts(
+    args: argparse.Namespace, model: Model, console: Console, passes: list[dict[str, Any]]
+) -> None:
+    """Adds each pass to ``passes``, also one that fails, with its finished answers."""
     from specserve.engine.generation import Job, by_source
     from specserve.generate.display import Answers, summary, write
     from specserve.generate.questions import encode, read_questions
@@ -190,32 +200,32 @@ def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str
     sampling = _sampling(args, model)
     jobs = [Job(each, sampling(each, f"prompt {number}")) for number, each in enumerate(prompts, 1)]
     model.start()
-    passes = []
     for number in range(1 if any(given.values()) else 2):
         shown = Answers(console, [_shown(each) for each in questions], streams=args.stream)
+        seconds = None
         try:
-            result = model.run(jobs, args.max_batch_size, show=shown.show)
-        except SpecServeError:
-            write(console, "\n")  # ends the line of an unfinished answer
-            raise
-        done = result.completions
-        counts = summary(done, result.seconds)
+            seconds = model.run(jobs, args.max_batch_size, show=shown.show).seconds
+        finally:
+            if seconds is None:
+                write(console, "\n")  # ends the line of an unfinished answer
+            done = dict(sorted(shown.done.items()))
+            answers = [
+                {"question": questions[i], "prompt_token_ids": prompts[i], **asdict(completion)}
+                for i, completion in done.items()
+            ]
+            sources = by_source([*done.values()])
+            passes.append({"seconds": seconds, "sources": sources, "answers": answers})
+        counts = summary([*done.values()], seconds)
         write(console, f"pass {number + 1}, answers: {len(jobs)}, {counts}\n\n")
-        answers = [
-            {"question": question, "prompt_token_ids": prompt, **asdict(completion)}
-            for question, prompt, completion in zip(questions, prompts, done, strict=True)
-        ]
-        passes.append({"seconds": result.seconds, "sources": by_source(done), "answers": answers})
-    return {"passes": passes}
 
 
-def _chat(args: argparse.Namespace, model: Model, console: Console) -> dict[str, Any]:
+def _chat(args: argparse.Namespace, model: Model, console: Console) -> list[dict[str, Any]]:
     from specserve.generate.chat import chat
 
     sampling = _sampling(args, model)
     model.start()
     history, system = args.history_turns, args.system
-    return {"turns": chat(model, console, sampling, history_turns=history, system=system)}
+    return chat(model, console, sampling, history_turns=history, system=system)
 
 
 def _sampling(args: argparse.Namespace, model: Model) -> Callable[[TokenIds, str], Sampling]:

@@ -18,12 +18,15 @@ class Answers:
         console: shows the answers.
         questions: as the user wrote them; at least one.
         streams: show the first unfinished answer while it is generated.
+
+    Attributes:
+        done: the finished answers, by the index of their question.
     """
 
     def __init__(self, console: Console, questions: Sequence[str], *, streams: bool) -> None:
         self._console, self._questions, self._streams = console, questions, streams
         self._buffered = ["" for _ in questions]
-        self._done: dict[int, Completion] = {}
+        self.done: dict[int, Completion] = {}
         self._current = 0
         self._show_question()
 
@@ -31,9 +34,9 @@ class Answers:
         """Takes an answer's new text; ``completion`` comes with the last text."""
         self._buffered[index] += text
         if completion:
-            self._done[index] = completion
+            self.done[index] = completion
         while self._current < len(self._questions):
-            completion = self._done.get(self._current)
+            completion = self.done.get(self._current)
             if self._streams or completion:
                 write(self._console, self._buffered[self._current])
                 self._buffered[self._current] = ""

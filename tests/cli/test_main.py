@@ -52,6 +52,17 @@ def test_an_error_of_ours_is_one_line_and_code_2(
     assert capsys.readouterr().err == expected
 
 
+def test_a_missing_package_of_an_extra_is_named_and_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, ModuleNotFoundError("No module named 'torch'", name="torch"))
+    assert cli.main(["check", "x"]) == 2
+    assert capsys.readouterr().err.startswith("specserve: error: this command needs torch: run")
+    use(monkeypatch, ModuleNotFoundError("No module named 'gone'", name="gone"))
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["check", "x"])
+
+
 def test_an_interrupt_exits_with_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, KeyboardInterrupt())
     assert cli.main(["check", "x"]) == 130

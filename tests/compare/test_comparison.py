@@ -1,9 +1,17 @@
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from specserve.compare.comparison import warm_up
-from specserve.engine.generation import Job, Sampling
+import pytest
+from rich.console import Console
+
+from specserve.compare import comparison
+from specserve.compare.comparison import Settings, compare, warm_up
+from specserve.compare.prompts import Prompt
+from specserve.core.config import parse
+from specserve.engine.generation import Completion, Job, RunResult, Sampling
+from specserve.engine.methods import NONE, Method
 
 
 class Engine:
@@ -21,3 +29,48 @@ def test_no_measured_prompt_is_remembered_from_the_warm_up() -> None:
     jobs = [Job((number, 7, 8), Sampling(max_tokens=4)) for number in range(5)]
     warm_up(engine, jobs, concurrency=3)
     assert [job.prompt_token_ids for job in engine.jobs] == [(8, 7, 0), (8, 7, 1), (8, 7, 2)]
+
+
+class Started:
+    """An engine that answers with one token, and is in the list of all engines."""
+
+    all: list[Started]
+
+    def __init__(self, config: object, method: Method) -> None:
+        self.method, self.num_runs = method, 0
+        self.all.append(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def wait_ready(self) -> None:
+        pass
+
+    def run(self, jobs: list[Job], *_: object) -> RunResult:
+        self.num_runs += 1
+        done = Completion(
+            text="", token_ids=(5,), finish_reason="length", seconds=1.0, token_seconds=(0.1,)
+        )
+        return RunResult(completions=(done,) * len(jobs), seconds=1.0, drafts=())
+
+
+def test_each_pass_has_an_engine_of_its_own_and_none_comes_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(comparison, "EngineProcess", Started)
+    monkeypatch.setattr(Started, "all", [], raising=False)
+    methods = [Method(NONE), Method("ngram")]
+    config = parse({"model": {"path": "m"}, "speculation": [{"kind": "ngram"}]})
+    prompts = [Prompt("a", (7, 8)), Prompt("b", (9,))]
+    settings = Settings(max_tokens=4, tolerance=0.1, repeat=2)
+    with Path("/dev/null").open("w") as nowhere:
+        found = compare(config, methods, prompts, settings, Console(file=nowhere), methods[0])
+    assert [str(each.method) for each in Started.all] == ["ngram", "ngram", "none", "none"]
+    assert {each.num_runs for each in Started.all} == {2}  # the warm-up and the pass
+    assert {method: len(passes) for method, passes in found.passes.items()} == dict.fromkeys(
+        methods, 2
+    )
+    assert found.verdicts[methods[1]].num_identical == 4

@@ -95,6 +95,18 @@ def test_a_token_far_from_the_engines_choice_fails_even_near_the_reference() -> 
     assert verdict.failures[0].gap == pytest.approx(1.51)
 
 
+def test_the_engines_choice_does_not_count_where_a_schema_may_forbid_it() -> None:
+    verdict = judge(
+        [[7]],
+        [completion([3])],
+        [completion([4])],
+        score=Scorer({3: -2.0, 4: -2.01, 9: -0.5}),
+        tolerance=0.1,
+        constrained={0},
+    )
+    assert verdict.near_ties[0].gap == pytest.approx(0.01)
+
+
 def test_a_token_far_likelier_than_the_reference_fails_too() -> None:
     verdict = judge(
         [[7]],

@@ -37,13 +37,16 @@ def verdict(gap: float | None = None) -> Verdict:
 
 
 def compared(
-    passes: dict[Method, list[RunResult]], verdicts: dict[Method, Verdict] | None = None
+    passes: dict[Method, list[RunResult]],
+    verdicts: dict[Method, Verdict] | None = None,
+    against_none: dict[Method, Verdict] | None = None,
 ) -> Comparison:
     return Comparison(
         prompts=[Prompt("", (), reference=each) for each in REFERENCES],
         settings=Settings(max_tokens=8, tolerance=0.1),
         passes=passes,
         verdicts=verdicts or {},
+        against_none=against_none or {},
     )
 
 
@@ -130,3 +133,13 @@ def test_the_table_has_times_scores_and_equal_texts_within_80_columns() -> None:
     worse_scores = ["50.00"] * 4
     assert rows[1] == ["vllm-suffix:16", "500", "2.0", *worse_scores, "50%", "50%"]
     assert rows[2] == ["hf", "500", "2.0", *["100.00"] * 4, "100%", ""]
+
+
+@pytest.mark.parametrize(("gap", "keeps"), [(None, True), (0.05, True), (0.3, False)])
+def test_quality_is_kept_where_the_texts_are_those_of_none_if_not_those_of_hugging_face(
+    gap: float | None, keeps: bool
+) -> None:
+    same, far = answers(*REFERENCES), verdict(0.3)
+    passes = {NONE: same, NGRAM: answers(REFERENCES[0], "else"), THEIRS: same}
+    comparison = compared(passes, {NONE: far, NGRAM: far}, {NGRAM: verdict(gap)})
+    assert judge_quality(comparison)[NGRAM].keeps == keeps

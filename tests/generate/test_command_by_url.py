@@ -142,3 +142,12 @@ def test_a_refusal_names_the_prompt(server: Server, capsys: pytest.CaptureFixtur
     (error,) = capsys.readouterr().err.splitlines()
     assert "request 2 failed: " in error
     assert "no such token" in error
+
+
+def test_the_finished_answers_of_a_failed_run_are_saved(server: Server, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ["--url", server.url, "--max-batch-size", "1", "--save-output", str(out)]
+    assert main(["generate", *options, "--input-ids", "1,2", "9", "3,4"]) == 2
+    (only,) = json.loads(out.read_text())["passes"]
+    assert only["seconds"] is None
+    assert [each["prompt_token_ids"] for each in only["answers"]] == [[1, 2]]
