@@ -18,18 +18,17 @@ async def reserve(
 ) -> PlacementGroup:
     """Reserves ``num_shards`` bundles; they are freed when the calling actor ends.
 
-    A single bundle is placed on the caller's node if that has enough free resources.
+    One bundle, or all with ``STRICT_PACK``, are placed on the caller's node if it has enough free
+    resources. Then a failing node ends one replica, and messages to the shards stay on the node.
 
     Raises:
         PlacementError: the bundles did not fit within ``placement.timeout_s`` seconds. The message
             says what was requested and what the cluster has.
     """
-    if num_shards == 1:
-        # For one bundle the strategy does not matter; only STRICT_PACK accepts a preferred node.
-        here = ray.get_runtime_context().get_node_id()
-        group = placement_group([dict(bundle)], "STRICT_PACK", _soft_target_node_id=here)
-    else:
-        group = placement_group([dict(bundle)] * num_shards, placement.strategy)
+    # For one bundle the strategy does not matter; only STRICT_PACK accepts a preferred node.
+    strategy = "STRICT_PACK" if num_shards == 1 else placement.strategy
+    here = ray.get_runtime_context().get_node_id() if strategy == "STRICT_PACK" else None
+    group = placement_group([dict(bundle)] * num_shards, strategy, _soft_target_node_id=here)
     if await asyncio.to_thread(group.wait, placement.timeout_s):
         return group
     remove_placement_group(group)
