@@ -73,8 +73,11 @@ class InProcessExecutor(DraftsWithTokens, UniProcExecutor):
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
-        """False: the call returns after the step, so async scheduling would only delay tokens."""
-        return False
+        """As vLLM's on a GPU, where a step goes on after the call, for methods that allow it.
+
+        On CPU the call returns after the step, so async scheduling would only delay tokens.
+        """
+        return not current_platform.is_cpu() and super().supports_async_scheduling()
 
     def _init_executor(self) -> None:
         if self.parallel_config.placement_group is not None:

@@ -81,8 +81,12 @@ def test_a_call_that_times_out_ends_the_engine(
     assert failures == [True]
 
 
-def test_the_in_process_executor_has_no_async_scheduling() -> None:
-    assert not InProcessExecutor.supports_async_scheduling()
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_the_in_process_executor_has_async_scheduling_on_gpus_alone(
+    is_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
+    assert InProcessExecutor.supports_async_scheduling() == (not is_cpu)
 
 
 @pytest.fixture

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
 from specserve.core.config import parse
+from specserve.engine import executor
 from specserve.engine.methods import parse_method
 from specserve.engine.offline import _offline_args
 from tests.integration.cluster import model_path
@@ -18,3 +25,27 @@ def test_requests_without_a_key_use_the_draft_memory_of_an_application_with_keys
     )
     args = _offline_args(config, parse_method("trie", config))
     assert args.additional_config["specserve"]["http"]["api_keys"] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "is_async"), [("none", True), ("ngram", False), ("vllm-ngram", False)]
+)
+def test_on_a_gpu_one_shard_schedules_ahead_if_its_drafts_allow_it(
+    method: str, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided: list[bool | None] = []
+    platform = type(current_platform)
+    check_on_cpu = platform.check_and_update_config  # switches it off
+
+    def check(vllm_config: VllmConfig) -> None:
+        decided.append(vllm_config.scheduler_config.async_scheduling)
+        check_on_cpu(vllm_config)
+
+    gpu = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr(executor, "current_platform", gpu)
+    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(check))
+    config = parse(
+        {"model": {"path": str(model_path("demo-draft"))}, "speculation": [{"kind": "ngram"}]}
+    )
+    _offline_args(config, parse_method(method, config)).create_engine_config()
+    assert decided == [is_async]
