@@ -127,9 +127,12 @@ def _print_memory(console: Console, config: AppConfig, gpu_bytes: float) -> None
 
     try:
         shard = shard_memory(config, on_cpu=not gpu_bytes)
+        drafts = ""
+        if gpu_bytes and shard.verification_bytes:
+            drafts = f", {in_words(shard.verification_bytes)} to verify drafts"
         console.print(
             f"a shard: {in_words(shard.weights_bytes)} of weights, "
-            f"{shard.kv_token_bytes:,} bytes of KV cache a token"
+            f"{shard.kv_token_bytes:,} bytes of KV cache a token{drafts}"
         )
         if gpu_bytes:
             num_tokens = check_shard(config, shard, gpu_bytes)

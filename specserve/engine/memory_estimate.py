@@ -1,7 +1,7 @@
 """Estimates the memory of a shard and of a drafter from config.json, before they start.
 
-Imports nothing of vLLM and reads no weights. The estimate covers weights and KV cache. Activations,
-CUDA graphs and NCCL's buffers need some GB more on each GPU.
+Imports nothing of vLLM and reads no weights. The estimate covers weights, KV cache and the
+verification of drafts. Activations, CUDA graphs and NCCL's buffers need some GB more on each GPU.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ _LINEAR_AND_EXPERTS = ("fp8_per_block", "fp8_per_tensor", "fp8_per_channel")
 _EXPERTS = ("int8_per_channel_weight_only",)
 """Values of ``quantization`` with which vLLM quantizes at load, to one byte a parameter. The scales
 of blocks, rows and columns take up to 0.1 % more and are not counted."""
+
+_VERIFICATION_BYTES = 12
+"""Bytes of a draft token in vLLM's rejection sampler for each token of the vocabulary, beside the
+model's own logits: two copies of the logits and the probabilities, in float32."""
 
 
 class NoEstimateError(Exception):
@@ -79,6 +83,7 @@ class ShardMemory:
 
     weights_bytes: int
     kv_token_bytes: int
+    verification_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,21 @@ def shard_memory(config: AppConfig, *, on_cpu: bool = False) -> ShardMemory:
             parameters += mtp_parameters(card)
             values += layer_values
     weights += _weights_bytes(card, parameters, num_shards, value_bytes, quantization)
-    return ShardMemory(weights, values * value_bytes)
+    logits = 0
+    if config.has_sources:
+        engine, longest = config.engine, config.num_speculative_tokens
+        most = most_draft_tokens(engine.max_num_seqs, engine.max_num_batched_tokens, longest)
+        logits = most * card["vocab_size"]
+    to_verify = logits * (value_bytes + _VERIFICATION_BYTES)
+    return ShardMemory(weights, values * value_bytes, to_verify)
+
+
+def most_draft_tokens(num_requests: int, num_tokens: int, max_draft_len: int) -> int:
+    """The most draft tokens that a step of ``num_tokens`` tokens can verify.
+
+    Of each request's tokens in the step, one is not a draft token.
+    """
+    return min(num_requests * max_draft_len, num_tokens * max_draft_len // (max_draft_len + 1))
 
 
 def drafter_memory(config: AppConfig, source: DraftModelConfig | MtpConfig) -> DrafterMemory:
@@ -156,11 +175,13 @@ def check_shard(config: AppConfig, shard: ShardMemory, gpu_bytes: float) -> int:
     share = engine.gpu_memory_utilization
     if kv_bytes:  # then vLLM ignores gpu_memory_utilization
         share = 1 - sum(source.num_gpus for source in config.beside_rank_0.values())
-    left_bytes = share * gpu_bytes - shard.weights_bytes
+    to_verify = shard.verification_bytes
+    left_bytes = share * gpu_bytes - shard.weights_bytes - to_verify
     if left_bytes < kv_bytes:
         cache = f" and KV cache of {in_words(kv_bytes)}" if kv_bytes else ""
+        drafts = f" and {in_words(to_verify)} to verify drafts" if to_verify else ""
         raise PlacementError(
-            f"a shard's weights of {in_words(shard.weights_bytes)}{cache} do not fit into "
+            f"a shard's weights of {in_words(shard.weights_bytes)}{cache}{drafts} do not fit into "
             f"{share:g} x {in_words(gpu_bytes)} of a GPU"
         )
     num_tokens = int((kv_bytes or left_bytes) // shard.kv_token_bytes)

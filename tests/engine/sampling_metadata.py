@@ -18,11 +18,15 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be imported first
+from specserve.engine.cpu.kernels import repair_kernels
 from specserve.engine.cpu.verification import sample_by_drawing, verify_by_drawing
 
 
 def install_cpu_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Installs vLLM's CPU kernel and our sampling, as the CPU workers do, until the test ends."""
+    for name in ("apply_top_k_top_p", "expand_batch_to_tokens"):
+        monkeypatch.setattr(rejection_sampler, name, getattr(rejection_sampler, name))
+    repair_kernels()
     launcher = rejection_sampler._rejection_greedy_sample
     kernel = KernelOverride(launcher.kernel, cpu_triton_utils._rejection_greedy_sample_kernel_impl)
     monkeypatch.setattr(launcher, "kernel", kernel)

@@ -242,8 +242,23 @@ def test_the_shard_cannot_use_the_part_of_a_drafter_beside_rank_0(tmp_path: Path
     }
     r1 = config(tmp_path, DEEPSEEK_R1, [beside], **engine)
     assert check_shard(r1, shard_memory(r1), 101 * GIB) == 35 * GIB // 70272
-    with pytest.raises(PlacementError, match=r"KV cache of 35\.0 GiB do not fit into 0\.75 x 100"):
+    with pytest.raises(PlacementError, match=r"KV cache of 35\.0 GiB and 55\.2 MiB .* 0\.75 x 100"):
         check_shard(r1, shard_memory(r1), 100 * GIB)
+
+
+def test_drafts_to_verify_are_no_room_for_the_kv_cache(tmp_path: Path) -> None:
+    engine = {"tensor_parallel_size": 16, "max_num_seqs": 64, "max_model_len": 1000}
+    without = config(tmp_path, DEEPSEEK_R1, **engine)
+    source = {"kind": "ngram", "max_draft_len": 16}
+    r1 = config(tmp_path, DEEPSEEK_R1, [source], max_num_batched_tokens=8192, **engine)
+    shard = shard_memory(r1)
+    # The logits in bfloat16, and in float32 twice, and the probabilities.
+    assert shard.verification_bytes == 64 * 16 * 129280 * (2 + 3 * 4)
+    assert shard_memory(without).verification_bytes == 0
+    left = 0.9 * 80 * GIB - shard.weights_bytes - shard.verification_bytes
+    assert check_shard(r1, shard, 80 * GIB) == int(left // 70272)
+    with pytest.raises(PlacementError, match=r"40\.2 GiB and 1\.7 GiB to verify drafts do not fit"):
+        check_shard(r1, shard, 46 * GIB)
 
 
 def test_a_drafter_must_fit_into_its_part_of_a_gpu() -> None:

@@ -20,7 +20,6 @@ from vllm.v1.sample.sampler import Sampler
 import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be imported first
 from specserve.core.types import Float64Array
 from specserve.engine.cpu import verification
-from specserve.engine.cpu.kernels import repair_kernels
 from specserve.engine.logits_processors import PROCESSORS, TypicalSampling, extra_args
 from specserve.engine.text_request import TextRequest
 from tests.engine.sampling_metadata import drafts_metadata, install_cpu_sampling, sampling_metadata
@@ -34,9 +33,6 @@ NONE = -1
 @pytest.fixture(autouse=True)
 def _in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Installs our functions and the CPU kernel that vLLM's worker installs."""
-    for name in ("apply_top_k_top_p", "expand_batch_to_tokens"):
-        monkeypatch.setattr(rejection_sampler, name, getattr(rejection_sampler, name))
-    repair_kernels()
     install_cpu_sampling(monkeypatch)
 
 
