@@ -21,10 +21,17 @@ from specserve.drafters.options import FAILED_BACKOFF_S, DrafterOptions, serve
 
 
 class HostedDrafter:
-    """Starts a drafter in a child process, and restarts it after it has ended."""
+    """Starts a drafter in a child process, and restarts it after it has ended.
 
-    def __init__(self, options: DrafterOptions) -> None:
+    Args:
+        options: the drafter's options.
+        gpu: the only GPU that it sees, as in ``CUDA_VISIBLE_DEVICES``; empty: those of the parent,
+            of which it uses the first.
+    """
+
+    def __init__(self, options: DrafterOptions, gpu: str = "") -> None:
         self._options = options
+        self._gpu = gpu
         self._process: subprocess.Popen[str] | None = None
         self._address = ""
         self._failure, self._rest_until = "", 0.0
@@ -49,11 +56,14 @@ class HostedDrafter:
             self._process.wait()
 
     def _start(self) -> None:
+        environment = os.environ | openmp_environment(self._options.num_threads)
+        if self._gpu:
+            environment["CUDA_VISIBLE_DEVICES"] = self._gpu
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, json.dumps(asdict(self._options))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | openmp_environment(self._options.num_threads),
+            env=environment,
             text=True,
         )
         assert self._process.stdout is not None

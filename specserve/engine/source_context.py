@@ -15,7 +15,7 @@ from specserve.core.source_config import DrafterConfig, TrieConfig
 from specserve.drafters.vocabulary import fingerprint
 from specserve.engine.checkpoint import find_checkpoint, model_identity
 from specserve.engine.cluster_memory import ClusterMemory
-from specserve.engine.drafters import drafter_finder
+from specserve.engine.drafters import drafter_finder, spare_gpus
 from specserve.sources.base import SourceContext
 from specserve.trie.memory import SharedMemory, TrieMemory
 
@@ -40,6 +40,7 @@ def source_context(
     vocab_size: int = target.get_vocab_size()
     is_in_cluster = ray.is_initialized()  # False in an offline engine
     replica = _own_name() if is_in_cluster else ""
+    gpus = iter(() if is_in_cluster else spare_gpus())  # Ray assigns those of its actors
     lora = vllm_config.lora_config
     adapters = config.engine.vllm.get("lora_modules") or ()
 
@@ -63,7 +64,9 @@ def source_context(
         ),
         hidden_size=target.get_hidden_size() if has_drafters else 0,
         replica=replica,
-        find_drafter=partial(drafter_finder, model, replica, target.max_model_len, exits, is_warm),
+        find_drafter=partial(
+            drafter_finder, model, replica, target.max_model_len, exits, is_warm, gpus
+        ),
         exits=exits,
     )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +22,7 @@ from tests.integration.cluster import eventually
 MODELS = Path(__file__).parents[2] / "configs/models"
 
 
-def hosted(model: Path) -> HostedDrafter:
+def hosted(model: Path, gpu: str = "") -> HostedDrafter:
     options = DrafterOptions(
         kind="draft_model",
         model=str(model),
@@ -31,7 +34,7 @@ def hosted(model: Path) -> HostedDrafter:
         num_gpus=0.0,
         resources={},
     )
-    return HostedDrafter(options)
+    return HostedDrafter(options, gpu)
 
 
 @pytest.fixture
@@ -84,3 +87,19 @@ def test_a_drafter_that_is_killed_while_it_loads_is_not_restarted(
         find.close()
         with pytest.raises(EngineError, match=r"did not start: it ended with exit code -9$"):
             address.result(WAIT_S)
+
+
+@pytest.mark.parametrize(("gpu", "visible"), [("GPU-b", "GPU-b"), ("", "GPU-a,GPU-b")])
+def test_a_drafter_sees_only_the_gpu_that_is_its_own(
+    gpu: str, visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def start(command: object, env: dict[str, str], **options: object) -> SimpleNamespace:
+        seen.append(env["CUDA_VISIBLE_DEVICES"])
+        return SimpleNamespace(stdout=StringIO("tcp://address\n"))
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert hosted(MODELS / "demo-draft", gpu)() == "tcp://address"
+    assert seen == [visible]
