@@ -263,7 +263,23 @@ def _offline_args(config: AppConfig, method: Method) -> EngineArgs:
     elif current_platform.is_cpu():
         # Local processes, because Ray's executor for CPUs needs a placement group.
         changes["distributed_executor_backend"] = "mp"
+    else:
+        _refuse_beside_rank_0(config, method)
     return dataclasses.replace(served, **changes)
+
+
+def _refuse_beside_rank_0(config: AppConfig, method: Method) -> None:
+    """Refuses drafters for which vLLM's own placement group has no room.
+
+    Its bundles hold a GPU each, which the shard fills, and no CPU.
+
+    Raises:
+        ConfigError: the method has such a drafter.
+    """
+    for index, source in config.beside_rank_0.items():
+        if source.kind in method.sources:
+            allowed = "actor, where a command starts several shards on GPUs"
+            raise ConfigError(f"speculation.{index}.placement", source.placement, allowed)
 
 
 def _peer_speculation(config: AppConfig, method: Method) -> dict[str, Any]:
