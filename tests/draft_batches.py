@@ -1,4 +1,4 @@
-"""Draft batches made of texts."""
+"""Draft batches made of texts, and the drafts of sources for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from specserve.core.types import DraftBatch
+from specserve.core.types import DraftBatch, Drafts, Int32Array
+from specserve.sources.base import Source
 
 
 def draft_batch(
@@ -25,3 +26,10 @@ def draft_batch(
         row[: len(text)] = text
     num_prompts = counts if num_prompt_tokens is None else np.full_like(counts, num_prompt_tokens)
     return DraftBatch(np.array(list(texts), np.int64), rows, counts, num_prompts)
+
+
+def propose(source: Source, batch: DraftBatch, limits: Int32Array) -> Drafts:
+    """The source's drafts, with room for the longest of these limits."""
+    drafts = Drafts.empty(len(limits), int(limits.max(initial=1)))
+    source.propose(batch, limits, drafts)
+    return drafts

@@ -150,19 +150,3 @@ class Drafts(NamedTuple):
             np.zeros((num_rows, max_len), np.float32),
             np.zeros(num_rows, np.uint8),
         )
-
-
-class DraftBuffer:
-    """A buffer for a source's drafts, reused in each step: of at most ``num_slots`` requests."""
-
-    def __init__(self, num_slots: int, max_draft_len: int) -> None:
-        self._all = self._rows = Drafts.empty(num_slots, max_draft_len)
-
-    def rows(self, num_rows: int) -> Drafts:
-        """Room for the drafts of ``num_rows`` requests, with the contents of earlier steps.
-
-        Returns the same object while ``num_rows`` stays the same, so arrays need no new check.
-        """
-        if len(self._rows.lengths) != num_rows:
-            self._rows = Drafts._make(column[:num_rows] for column in self._all)
-        return self._rows

@@ -34,21 +34,20 @@ class Source(Protocol):
         """
         ...
 
-    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+    def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:
         """Drafts the next tokens of every request of the batch, and learns from its new tokens.
 
-        Must not change the batch or keep a reference to its arrays. An absent request has not
-        ended: it may be pre-empted. It may return in any later step, on another row, with the same
-        tokens and more.
+        Must not change the batch or keep a reference to any array. An absent request has not ended:
+        it may be pre-empted. It may return in any later step, on another row, with the same tokens
+        and more.
 
         Args:
             batch: n requests, all open.
             limits: int32 ``[n]``, longest useful draft of each, at most the source's
                 ``max_draft_len``; 0: no draft is wanted, the source may only learn.
-
-        Returns:
-            n drafts, each at most ``limits[i]`` tokens long. The arrays may belong to the source.
-            They are valid until its next call.
+            drafts: written: n drafts, each at most ``limits[i]`` tokens long, with room for
+                ``max_draft_len``. All lengths are 0 before the call; the other arrays have the
+                contents of earlier steps. The labels are 0 if the source never writes them.
 
         Raises:
             Exception: any; the caller then switches the source off for a while.

@@ -15,7 +15,6 @@ import logging
 from specserve.core.source_config import GrammarConfig
 from specserve.core.types import (
     DraftBatch,
-    DraftBuffer,
     Drafts,
     Grammar,
     Int32Array,
@@ -43,30 +42,26 @@ class GrammarSource:
         self._kind, self._metrics = config.kind, context.metrics
         self._requests: list[_Request | None] = [None] * context.num_slots
         self._splits = Splits()
-        self._drafts = DraftBuffer(context.num_slots, config.max_draft_len)
 
     def open(self, slot: int, controls: RequestControls) -> None:
         """Keeps the request's grammar, if it has one and takes drafts of this source."""
         if controls.grammar is not None and wants_drafts(controls, self._kind):
             self._requests[slot] = _Request(controls.grammar, controls, self._splits)
 
-    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+    def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:
         """Advances each grammar by the new tokens of its answer, and drafts the forced text."""
-        drafts = self._drafts.rows(len(limits))
-        drafts.lengths[:] = 0
         for row, slot in enumerate(batch.slots.tolist()):
             if (request := self._requests[slot]) is None:
                 continue
             answer = batch.token_ids[row, batch.num_prompt_tokens[row] : batch.num_tokens[row]]
             try:
-                found = request.draft(answer, min(int(limits[row]), drafts.tokens.shape[1]))
+                found = request.draft(answer, int(limits[row]))
             except Exception as error:
                 self._give_up(slot, error)
                 continue
             drafts.lengths[row] = len(found)
             for place, (token, sure) in enumerate(found):
                 drafts.tokens[row, place], drafts.confidence[row, place] = token, sure
-        return drafts
 
     def close(self, slots: Int64Array) -> None:
         """Drops the grammars of these requests."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from specserve.core.backoff import Backoff
-from specserve.core.compile import direct, inner, kernel, kernel_array
+from specserve.core.compile import direct, inner, kernel
 from specserve.core.errors import shorten
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
@@ -63,9 +63,9 @@ class GuardedSource:
         self._stops = stops
         self._up = True
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
-        self._given = self._checked = Drafts.empty(0, 1)  # what the source returned, as checked
+        self._all_drafts = self._drafts = Drafts.empty(len(stops), member.max_draft_len)
         none = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        self._take = direct(_take, offers, stops, *none, self._checked, self._bounds)
+        self._take = direct(_take, offers, stops, *none, self._drafts, self._bounds)
 
     @property
     def ready(self) -> bool:
@@ -82,13 +82,12 @@ class GuardedSource:
         Writes the drafts into ``offers`` too.
         """
         began = self._clock()
+        if len(self._drafts.lengths) != len(limits):
+            self._drafts = Drafts._make(each[: len(limits)] for each in self._all_drafts)
+        drafts = self._drafts
+        drafts.lengths[:] = 0
         try:
-            drafts = self.member.source.propose(batch, limits)
-            if drafts is not self._given or len(drafts.lengths) != len(limits):
-                given, self._checked = drafts, _checked(drafts, len(limits))
-                is_copied = any(a is not b for a, b in zip(given, self._checked, strict=True))
-                self._given = self._checked if is_copied else given
-            drafts = self._checked
+            self.member.source.propose(batch, limits, drafts)
             num_malformed, num_wanted = self._take(
                 self._offers, self._stops, batch.slots, limits, drafts, self._bounds
             )
@@ -137,28 +136,6 @@ class GuardedSource:
             )
 
 
-def _checked(drafts: Drafts, num_rows: int) -> Drafts:
-    """The drafts as arrays that kernels take.
-
-    Raises:
-        ValueError: wrong type or shapes.
-    """
-    if not isinstance(drafts, Drafts) or any(len(each) != num_rows for each in drafts):
-        raise ValueError(f"wanted {num_rows} drafts, got {shorten(drafts)}")
-    checked = Drafts(
-        kernel_array(drafts.tokens, np.int32),
-        kernel_array(drafts.lengths, np.int32),
-        kernel_array(drafts.confidence, np.float32),
-        kernel_array(drafts.labels, np.uint8),
-    )
-    of_tokens, of_rows, *others = (each.shape for each in checked)
-    if len(of_tokens) != 2 or len(of_rows) != 1 or others != [of_tokens, of_rows]:
-        raise ValueError(
-            f"wanted shapes [n, k], [n], [n, k], [n], got {of_tokens, of_rows, *others}"
-        )
-    return checked
-
-
 @inner
 def _is_stop(stops, token):  # type: ignore[no-untyped-def]
     """Whether a token is among the first of ``stops``, which -1 ends."""
@@ -184,7 +161,7 @@ def _take(offers, stops, slots, limits, drafts, bounds):  # type: ignore[no-unty
     vocab_size, num_labels, first_label = bounds
     num_malformed = num_wanted = 0
     for row in range(limits.shape[0]):
-        slot, limit = slots[row], min(limits[row], offers.tokens.shape[1])
+        slot, limit = slots[row], limits[row]
         length = max(min(lengths[row], limit), 0)
         is_good = 0 <= lengths[row] <= tokens.shape[1] and labels[row] < num_labels
         if is_good:

@@ -28,7 +28,6 @@ from specserve.core.compile import direct, inner, kernel
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import (
     DraftBatch,
-    DraftBuffer,
     Drafts,
     Int32Array,
     Int64Array,
@@ -89,13 +88,12 @@ class NgramSource:
         self._tables: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
         self._sizes = _sizes(config.min_matching_ngram_size, config.max_matching_ngram_size)
-        self._drafts = DraftBuffer(num_slots, config.max_draft_len)
         # A hash that nobody can predict, or a prompt could put all its n-grams beside each other.
         self._options = self._sizes, INGEST_TOKENS_PER_STEP, np.uint64(secrets.randbits(64))
         tags = np.zeros((_GROUP, len(self._sizes)), np.uint64)
         chunk, active = np.zeros((3, _CHUNK), np.uint64), np.zeros(_GROUP, np.int64)
         self._scratch = chunk, tags, active, np.zeros(_GROUP)
-        batch, drafts = DraftBatch.empty(), self._drafts.rows(0)
+        batch, drafts = DraftBatch.empty(), Drafts.empty(0, 1)
         limits = batch.num_tokens
         of_step = batch[:3], limits, self._requests, self._options, self._scratch, drafts
         self._step = direct(step_batch, *of_step)
@@ -105,17 +103,15 @@ class NgramSource:
         """Notes whether :meth:`propose` is to make an index."""
         self._requests[slot, _INDEXED] = 0 if wants_drafts(controls, self._kind) else _NO_INDEX
 
-    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+    def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:
         """Indexes each request's new tokens and looks up its last ones.
 
         A request in prefill may be in the batch with a limit of 0. Its prompt is then indexed
         before it decodes.
         """
-        drafts = self._drafts.rows(len(limits))
         of_step = batch[:3], limits, self._requests, self._options, self._scratch, drafts
         while (row := self._step(*of_step)) >= 0:
             self._make_room(int(batch.slots[row]), int(batch.num_tokens[row]))
-        return drafts
 
     def close(self, slots: Int64Array) -> None:
         """Frees the indexes of these requests."""
@@ -274,7 +270,6 @@ def _draft(batch, begin, end, limits, requests, sizes, seed, scratch, drafts):  
     _, tags, active, products = scratch
     num_active, j = 0, 0
     for row in range(begin, end):
-        drafts.lengths[row] = 0
         if limits[row] > 0:
             active[num_active], products[row - begin] = row, 1.0
             num_active += 1
@@ -298,7 +293,7 @@ def _draft(batch, begin, end, limits, requests, sizes, seed, scratch, drafts):  
                 continue
             drafts.tokens[row, j], drafts.confidence[row, j] = entry & _TOKEN, confidence
             drafts.lengths[row] = j + 1
-            if j + 1 < min(limits[row], drafts.tokens.shape[1]):
+            if j + 1 < limits[row]:
                 active[left] = row
                 left += 1
         num_active, j = left, j + 1
@@ -334,7 +329,7 @@ def step_batch(batch, limits, requests, options, scratch, drafts):  # type: igno
             uint64, first state of the hash.
         scratch: votes, uint64 ``[3, _CHUNK]``; tags, uint64 ``[_GROUP, sizes]``; rows that still
             draft, int64 ``[_GROUP]``; products of their confidences, float64 ``[_GROUP]``.
-        drafts: of n requests; all but the labels is written.
+        drafts: of n requests, all of length 0; all but the labels is written.
 
     Returns:
         -1, or the row of a request that needs a larger table; then no draft was made.

@@ -19,7 +19,6 @@ from specserve.core.compile import direct, inner, kernel
 from specserve.core.source_config import PredictionConfig
 from specserve.core.types import (
     DraftBatch,
-    DraftBuffer,
     Drafts,
     Int32Array,
     Int64Array,
@@ -60,8 +59,7 @@ class PredictionSource:
         num_slots = context.num_slots
         self._texts: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
-        self._drafts = DraftBuffer(num_slots, config.max_draft_len)
-        batch, drafts = DraftBatch.empty(), self._drafts.rows(0)
+        batch, drafts = DraftBatch.empty(), Drafts.empty(0, 1)
         self._step = direct(draft_step, batch[:4], batch.num_tokens, self._requests, drafts)
 
     def open(self, slot: int, controls: RequestControls) -> None:
@@ -71,11 +69,9 @@ class PredictionSource:
             self._texts[slot] = text
             self._requests[slot] = (text.ctypes.data, len(text), *_INITIAL_STATE)
 
-    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+    def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:
         """Follows each answer's new tokens in its prediction, and copies the tokens after them."""
-        drafts = self._drafts.rows(len(limits))
         self._step(batch[:4], limits, self._requests, drafts)
-        return drafts
 
     def close(self, slots: Int64Array) -> None:
         """Frees the predictions of these requests."""
@@ -179,11 +175,10 @@ def draft_step(batch, limits, requests, drafts):  # type: ignore[no-untyped-def]
         batch: the first four arrays of a :class:`specserve.core.types.DraftBatch`.
         limits: int32 ``[n]``, longest draft.
         requests: int64 ``[slots, _NUM_COLUMNS]``; updated.
-        drafts: of n requests; all but the labels is written.
+        drafts: of n requests, all of length 0; all but the labels is written.
     """
     slots, token_ids, num_tokens, num_prompt_tokens = batch
     for i in range(slots.shape[0]):
-        drafts.lengths[i] = 0
         request = requests[slots[i]]
         size = request[_SIZE]
         if size == 0:
@@ -192,7 +187,7 @@ def draft_step(batch, limits, requests, drafts):  # type: ignore[no-untyped-def]
         output = token_ids[i, num_prompt_tokens[i] :]
         _follow(prediction, output, num_tokens[i] - num_prompt_tokens[i], request)
         place = request[_PLACE]
-        limit = min(limits[i], drafts.tokens.shape[1], size - place)
+        limit = min(limits[i], size - place)
         if place >= 0 and limit > 0:
             draft, confidence = drafts.tokens[i, :limit], drafts.confidence[i]
             _copy(prediction, place, request[_MATCHED], draft, confidence)

@@ -21,7 +21,6 @@ from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.core.types import (
     BoolArray,
     DraftBatch,
-    DraftBuffer,
     Drafts,
     Float64Array,
     Int32Array,
@@ -104,7 +103,6 @@ class DrafterClient:
         self._states = PendingStates(num_slots, PENDING_STATES) if config.NEEDS_STATES else None
         self._followed = FollowedTexts(num_slots, always=not config.dynamic)
         self._ended: deque[int] = deque(maxlen=MAX_ROWS)
-        self._drafts = DraftBuffer(num_slots, config.max_draft_len)
         self._texts = DrafterTexts(num_slots)
         self._is_behind = np.zeros(num_slots, np.bool_)  # by slot: lacks more than NEAR_TOKENS
         self._are_behind = False  # whether any text is
@@ -117,10 +115,8 @@ class DrafterClient:
         if wants and self._states is not None:
             self._followed.open(slot)
 
-    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+    def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:
         """Sends the new tokens of the texts and waits for the drafts with a limit above 0."""
-        drafts = self._drafts.rows(len(limits))
-        drafts.lengths[:] = 0
         if self._link.sent:
             self._read_replies()  # a new connection would lose them
         peer, is_sent, slots = self._connect(), limits > 0, batch.slots
@@ -133,7 +129,7 @@ class DrafterClient:
             is_sent[:] = True
         if peer is None or not np.count_nonzero(is_sent):
             self._keep_states(batch)
-            return drafts
+            return
         is_sent &= self._texts.may_be_sent(slots)
         is_sent &= batch.num_tokens <= min(peer.max_tokens, MAX_TOKENS)
         (rows,) = is_sent.nonzero()
@@ -147,7 +143,6 @@ class DrafterClient:
             self._fill(drafts, rows, answer, limits)
             if np.count_nonzero(drafts.lengths):
                 self._followed.answered()
-        return drafts
 
     def reading_s(self, batch: DraftBatch) -> Float64Array:
         """Seconds that the drafter needs for the missing positions of each text before a draft.
@@ -300,8 +295,7 @@ class DrafterClient:
             is_asked &= ends == batch.num_tokens[rows]
         if not (rows := rows[is_asked]).size:
             return 0, rows
-        most = np.minimum(limits[rows], self._config.max_draft_len)
-        ends = ends[is_asked]
+        most, ends = limits[rows], ends[is_asked]
         sent = self._texts.rows(batch, rows, ends, most, self._states, MAX_STATE_BYTES)
         rows = rows[: len(sent)]
         return self._send(batch.slots[rows], sent, self._config.timeout_s), rows

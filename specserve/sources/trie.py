@@ -20,7 +20,6 @@ from specserve.core.metrics import SpeculationMetrics, TrieSnapshot
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import (
     DraftBatch,
-    DraftBuffer,
     Drafts,
     Int32Array,
     Int64Array,
@@ -78,7 +77,6 @@ class TrieSource:
         self._sequences = np.full(size, NO_SEQUENCE, np.int64)
         self._num_learned = np.zeros(size, np.int64)
         self._begins, self._ends = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        self._drafts = DraftBuffer(size, config.max_draft_len)
         context.metrics.watch_trie(self.snapshot)
 
     @classmethod
@@ -123,12 +121,11 @@ class TrieSource:
             self._unsent.open(slot, of, f"{self._text_prefix}-{self._num_opened:x}")
             self._num_opened += 1
 
-    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+    def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:
         """See :class:`specserve.sources.base.Source`; learns from all rows, then looks up."""
         slots, size = batch.slots, len(limits)
-        arrays, drafts = batch[:4], self._drafts.rows(size)
+        arrays = batch[:4]
         begins, ends, budget = self._begins[:size], self._ends[:size], LEARN_TOKENS_PER_STEP
-        drafts.lengths[:] = 0
         for trie, rows in self._rows_by_trie(slots).items():
             budget = trie.step(
                 rows,
@@ -145,7 +142,6 @@ class TrieSource:
             )
             if self._unsent is not None:
                 self._unsent.add(arrays, begins, ends)
-        return drafts
 
     def finish(self, batch: DraftBatch) -> None:
         """See :class:`specserve.sources.base.LearningSource`."""
@@ -158,8 +154,9 @@ class TrieSource:
                 trie.skip(int(self._sequences[slot]))
             self._num_learned[slot] = firsts[row]
         left = np.maximum(batch.num_tokens - self._num_learned[slots], 0)
+        limits, drafts = np.zeros(len(slots), np.int32), Drafts.empty(len(slots), 1)
         for _ in range(1 + int(left[is_learned].sum()) // LEARN_TOKENS_PER_STEP):
-            self.propose(batch, np.zeros(len(slots), np.int32))
+            self.propose(batch, limits, drafts)
 
     def close(self, slots: Int64Array) -> None:
         """See :class:`specserve.sources.base.Source`; learned text stays in the memory."""

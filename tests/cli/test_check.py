@@ -352,7 +352,7 @@ def test_config_json_alone_plans_the_model_and_its_mtp_module(
     assert lines.count(note) == 1
     out = re.sub(r"\s+", " ", " ".join(lines))
     assert "node 3 1 GPU mtp" in out
-    sizes = "40.2 GiB of weights, 70,272 bytes of KV cache a token, 55.2 MiB to verify drafts"
+    sizes = "40.2 GiB of weights, 70,272 bytes of KV cache a token, 441.9 MiB to verify drafts"
     assert f"a shard: {sizes}" in out
     assert "the mtp drafter: 25.1 GiB of weights, 2.2 GiB of KV cache for 64 texts" in out
 

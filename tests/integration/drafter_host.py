@@ -18,6 +18,7 @@ from specserve.drafters.actor import DrafterFinder, SharedDrafters
 from specserve.drafters.options import drafter_options
 from specserve.sources.base import SourceContext
 from specserve.sources.remote import DrafterClient
+from tests.draft_batches import propose as drafts_of
 from tests.integration.cluster import Cluster, model_path
 from tests.integration.host_process import HostProcess, answer, connect
 
@@ -67,7 +68,7 @@ def main() -> None:
         length, limit = np.array([text.shape[1]], np.int32), np.array([3], np.int32)
         batch = DraftBatch(np.array([0]), text, length, length)
         began = time.monotonic()
-        drafts = source.propose(batch, limit)
+        drafts = drafts_of(source, batch, limit)
         seconds = time.monotonic() - began
         (health,) = metrics.snapshot().health
         return {

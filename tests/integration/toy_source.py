@@ -29,19 +29,17 @@ class ToySource:
     """Drafts the last token again and again."""
 
     def __init__(self, config: ToyConfig, context: object) -> None:
-        self._max_draft_len = config.max_draft_len
+        """Nothing is kept."""
 
     def open(self, slot: int, controls: RequestControls) -> None:
         """Nothing is kept."""
 
-    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+    def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:
         """Drafts of the last token, as long as the limits allow."""
-        drafts = Drafts.empty(len(limits), self._max_draft_len)
         last = batch.token_ids[np.arange(len(limits)), batch.num_tokens - 1]
         drafts.tokens[:] = last[:, None]
         drafts.lengths[:] = limits
         drafts.confidence[:] = 0.5
-        return drafts
 
     def close(self, slots: Int64Array) -> None:
         """Nothing is kept."""

@@ -30,6 +30,7 @@ from specserve.drafters.server import DrafterServer
 from specserve.sources.base import SourceContext
 from specserve.sources.remote import DrafterClient
 from specserve.wire.messages import Card
+from tests.draft_batches import propose
 from tests.peers.tables import print_rows
 
 VOCAB_SIZE, NEW_TOKENS, DRAFT_LEN = 1 << 17, 2, 3
@@ -128,7 +129,7 @@ def measure_ours(kind: str, hidden_size: int, size: int, num_calls: int) -> list
                 hidden if hidden_size else None,
             )
             began = time.perf_counter()
-            drafts = asking.propose(batch, np.full(size, DRAFT_LEN, np.int32))
+            drafts = propose(asking, batch, np.full(size, DRAFT_LEN, np.int32))
             times.append(time.perf_counter() - began)
             assert len(times) < 2 or (drafts.lengths == DRAFT_LEN).all()
             start, length = length - 1, length + NEW_TOKENS

@@ -10,6 +10,7 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.v1.spec_decode.ngram_proposer import NgramProposer as VllmNgramProposer
 
+from specserve.core import types
 from specserve.core.config import AppConfig
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import DraftBatch, Int32Array, RequestControls
@@ -153,6 +154,7 @@ class Trie:
         config = TrieConfig(kind="trie", max_draft_len=DRAFT_LEN, share="replica")
         self._source = TrieSource(config, memory, SourceContext(num_slots=batch))
         self._slots, self._limits = np.arange(batch), np.full(batch, DRAFT_LEN, np.int32)
+        self._drafts = types.Drafts.empty(batch, DRAFT_LEN)
 
     def learn(self, name: str, text: Int32Array) -> None:
         learn(self._trie, text)
@@ -162,12 +164,13 @@ class Trie:
         for slot in self._slots.tolist():
             self._source.open(slot, RequestControls())
         for _ in range(int(requests.num_prompt_tokens.sum()) // LEARN_TOKENS_PER_STEP + 1):
-            self._source.propose(self._question(), self._limits)
+            self._source.propose(self._question(), self._limits, self._drafts)
 
     def step(self, sampled: Drafts, verified: Drafts) -> Callable[[], Drafts]:
         def call() -> Drafts:
-            found = self._source.propose(self._question(), self._limits)
-            rows = zip(found.tokens.tolist(), found.lengths.tolist(), strict=True)
+            self._drafts.lengths[:] = 0
+            self._source.propose(self._question(), self._limits, self._drafts)
+            rows = zip(self._drafts.tokens.tolist(), self._drafts.lengths.tolist(), strict=True)
             return [tokens[:length] for tokens, length in rows]
 
         return call

@@ -17,6 +17,7 @@ from specserve.sources.trie import TrieSource
 from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import namespace
 from specserve.trie.token_trie import TokenTrie
+from tests.draft_batches import propose
 from tests.peers.suffix_peer import VllmSuffix
 from tests.peers.texts import Tally, Text, num_same
 
@@ -105,7 +106,7 @@ class TrieDrafter:
             np.array([num_tokens], np.int32),
             np.array([text.num_prompt_tokens], np.int32),
         )
-        drafts = self._source.propose(batch, self._limit)
+        drafts = propose(self._source, batch, self._limit)
         guess: list[int] = drafts.tokens[0, : drafts.lengths[0]].tolist()
         return guess
 

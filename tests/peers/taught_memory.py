@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from specserve.core.source_config import TrieConfig
-from specserve.core.types import DraftBatch, Int32Array, RequestControls
+from specserve.core.types import DraftBatch, Drafts, Int32Array, RequestControls
 from specserve.sources.base import SourceContext
 from specserve.sources.trie import LEARN_TOKENS_PER_STEP, TrieSource
 from specserve.trie.learner import ClusterLearner
@@ -75,15 +75,16 @@ class TaughtMemory:
 
     def steps(self, batch: Batch) -> list[float]:
         """Seconds of the source's whole work in each step. Reading the prompts is not timed."""
+        drafts = Drafts.empty(BATCH, DRAFT_LEN)
         for slot in range(BATCH):
             self._source.open(slot, RequestControls())
         for _ in range(BATCH * PROMPT_TOKENS // LEARN_TOKENS_PER_STEP + 1):
-            self._source.propose(batch.question, batch.limits)
+            self._source.propose(batch.question, batch.limits, drafts)
         times = []
         for _ in range(STEPS):
             batch.grow()
             began = time.perf_counter()
-            self._source.propose(batch.question, batch.limits)
+            self._source.propose(batch.question, batch.limits, drafts)
             times.append(time.perf_counter() - began)
             time.sleep(FORWARD_S)
         self._source.close(batch.question.slots)

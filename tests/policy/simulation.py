@@ -13,6 +13,7 @@ from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
 from specserve.policy.chain import Chain
 from specserve.sources.base import Member
+from tests.draft_batches import propose
 
 _WRONG = 99
 
@@ -65,19 +66,17 @@ class Workload:
 class ChanceSource:
     """Drafts 1, 2, 3, ... and draws the number of right tokens with each draft."""
 
-    def __init__(self, draft_len: int) -> None:
+    def __init__(self) -> None:
         self.rng = random.Random(0)
         self.workload: Workload
         self.requests: list[int] = []
         self.right = np.zeros(256, np.int64)
-        self._draft_len = draft_len
 
     def open(self, slot: int, controls: RequestControls) -> None: ...
     def close(self, slots: Int64Array) -> None: ...
 
-    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
-        drafts = Drafts.empty(len(limits), self._draft_len)
-        drafts.tokens[:] = np.arange(1, self._draft_len + 1)
+    def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:
+        drafts.tokens[:] = np.arange(1, drafts.tokens.shape[1] + 1)
         for row, slot in enumerate(batch.slots.tolist()):
             if self.rng.random() < self.workload.hit_rate:
                 drafts.lengths[row] = limits[row]
@@ -88,14 +87,13 @@ class ChanceSource:
                 while count < limits[row] and self.rng.random() < (further if count else first):
                     count += 1
                 self.right[slot] = count
-        return drafts
 
 
 class Policy:
     """The project's policy: a chain with one source."""
 
     def __init__(self, draft_len: int = 8, num_slots: int = 64) -> None:
-        self.source = ChanceSource(draft_len)
+        self.source = ChanceSource()
         self.chain = Chain(
             [Member("ngram", self.source, ("ngram",), draft_len)],
             SpeculationMetrics(("ngram",)),
@@ -118,7 +116,7 @@ class FixedLength(Policy):
 
     def draft(self, batch: DraftBatch, num_new: Int32Array, num_verified: Int32Array) -> Int32Array:
         limits = np.full(len(num_new), 8, np.int32)
-        return np.minimum(self.source.propose(batch, limits).lengths, self._length)
+        return np.minimum(propose(self.source, batch, limits).lengths, self._length)
 
 
 def stall_once(chain: Chain, factor: float) -> None:

@@ -14,7 +14,7 @@ from specserve.sources import guard, ngram, prediction
 from specserve.sources.base import SourceContext
 from specserve.sources.ngram import NgramSource
 from specserve.sources.prediction import PredictionSource
-from tests.draft_batches import draft_batch
+from tests.draft_batches import draft_batch, propose
 from tests.policy.traffic import Clock, FakeLocal, FakeRemote, Traffic
 
 
@@ -52,7 +52,7 @@ def test_no_request_compiles_a_kernel_after_the_chain_is_built() -> None:
     traffic.run(40)
     traffic.close(*range(1, 16))
     traffic.run(20)
-    lookup.propose(draft_batch({0: list(range(5000))}), np.full(1, 8, np.int32))
+    propose(lookup, draft_batch({0: list(range(5000))}), np.full(1, 8, np.int32))
     assert compiled() == before
 
 

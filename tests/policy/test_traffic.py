@@ -300,14 +300,13 @@ class FollowingSource(FakeRemote):
     def close(self, slots: Int64Array) -> None:
         self._followed.close(slots)
 
-    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+    def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:
         self._followed.note(batch.slots[limits > 0], batch.slots[:0], is_there=True)
         for slot in batch.slots[self._followed.which(batch.slots)].tolist():
             self._num_seen[slot] += 1
-        drafts = super().propose(batch, limits)
+        super().propose(batch, limits, drafts)
         if drafts.lengths.any():
             self._followed.answered()
-        return drafts
 
     def are_followed(self, slots: Int64Array) -> BoolArray:
         return self._followed.which(slots)

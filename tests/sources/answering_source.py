@@ -23,9 +23,11 @@ class AnsweringSource:
     def open(self, slot: int, controls: RequestControls) -> None:
         self.opened.append(slot)
 
-    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+    def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:
         self.limits.append(limits.tolist())
-        return self.answer(batch, limits)
+        found = self.answer(batch, limits)
+        drafts.tokens[:], drafts.lengths[:] = found.tokens, found.lengths
+        drafts.confidence[:], drafts.labels[:] = found.confidence, found.labels
 
     def close(self, slots: Int64Array) -> None:
         self.closed += slots.tolist()

@@ -21,6 +21,7 @@ from specserve.core.types import (
 from specserve.drafters.server import DrafterServer
 from specserve.sources.base import SourceContext
 from specserve.sources.remote import DrafterClient
+from tests.draft_batches import propose
 from tests.drafters.fakes import VOCAB_SIZE, WAIT_S, FakeDrafter, draft_of
 from tests.integration.cluster import eventually
 
@@ -79,7 +80,7 @@ class Replica:
     ) -> list[list[int]]:
         """Runs a step and checks that each draft fits its text."""
         limits = np.full(len(names), limit, np.int32)
-        drafts = self.source.propose(self.batch(*names, hidden=hidden), limits)
+        drafts = propose(self.source, self.batch(*names, hidden=hidden), limits)
         self.confidence = drafts.confidence
         assert not drafts.labels.any()
         assert (drafts.lengths <= limit).all()

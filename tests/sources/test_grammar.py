@@ -20,7 +20,7 @@ from specserve.core.token_texts import TokenTexts
 from specserve.core.types import Int32Array, RequestControls
 from specserve.sources.base import SourceContext
 from specserve.sources.grammar import GrammarSource
-from tests.draft_batches import draft_batch
+from tests.draft_batches import draft_batch, propose
 from tests.integration.cluster import model_path
 
 PROMPT = [7, 8, 9]
@@ -94,6 +94,7 @@ class Asked:
         self.metrics = SpeculationMetrics(("grammar",))
         config = GrammarConfig(kind="grammar", max_draft_len=max_draft_len)
         self.source = GrammarSource(config, SourceContext(num_slots=4, metrics=self.metrics))
+        self.longest = max_draft_len
         self.confidence: list[float] = []
 
     def open(self, slot: int, grammar: Grammar, **controls: Any) -> None:
@@ -102,7 +103,7 @@ class Asked:
     def draft(self, answer: Sequence[int], *, slot: int = 0, limit: int = 128) -> list[int]:
         """The source's draft after this answer."""
         batch = draft_batch({slot: [*PROMPT, *answer]}, num_prompt_tokens=len(PROMPT))
-        found = self.source.propose(batch, np.array([limit], np.int32))
+        found = propose(self.source, batch, np.array([min(limit, self.longest)], np.int32))
         length = int(found.lengths[0])
         self.confidence = found.confidence[0, :length].tolist()
         return list(found.tokens[0, :length].tolist())
@@ -218,7 +219,7 @@ def test_a_grammar_that_fails_stops_drafts_of_its_request_only(asked: Asked) -> 
     batch = draft_batch({0: [*PROMPT, *tokens_of("no")], 1: PROMPT}, num_prompt_tokens=len(PROMPT))
     limits = np.full(2, 16, np.int32)
     for _ in range(2):
-        assert asked.source.propose(batch, limits).lengths.tolist() == [
+        assert propose(asked.source, batch, limits).lengths.tolist() == [
             0,
             len(tokens_of(BEGINNING)),
         ]

@@ -12,7 +12,7 @@ from specserve.core.source_config import PredictionConfig
 from specserve.core.types import RequestControls
 from specserve.sources.base import SourceContext
 from specserve.sources.prediction import NEARBY_TOKENS, PredictionSource, num_predicted
-from tests.draft_batches import draft_batch
+from tests.draft_batches import draft_batch, propose
 
 PROMPT = [7, 8, 9]
 FILE = list(range(100, 140))
@@ -29,12 +29,13 @@ class Asked:
     def __init__(self, max_draft_len: int = 4) -> None:
         config = PredictionConfig(kind="prediction", max_draft_len=max_draft_len)
         self.source = PredictionSource(config, SourceContext(num_slots=4))
+        self.longest = max_draft_len
         self.confidence: list[float] = []
 
     def draft(self, output: Sequence[int], *, slot: int = 0, limit: int = 128) -> list[int]:
         """The source's draft after this output."""
         batch = draft_batch({slot: [*PROMPT, *output]}, num_prompt_tokens=len(PROMPT))
-        found = self.source.propose(batch, np.array([limit], np.int32))
+        found = propose(self.source, batch, np.array([min(limit, self.longest)], np.int32))
         length = int(found.lengths[0])
         self.confidence = found.confidence[0, :length].tolist()
         return list(found.tokens[0, :length].tolist())
@@ -143,7 +144,7 @@ def test_each_request_has_its_own_prediction(asked: Asked) -> None:
     batch = draft_batch(
         {2: [*PROMPT, 200], 0: [*PROMPT, 100], 1: [*PROMPT, 100]}, num_prompt_tokens=len(PROMPT)
     )
-    found = asked.source.propose(batch, np.full(3, 2, np.int32))
+    found = propose(asked.source, batch, np.full(3, 2, np.int32))
     assert found.lengths.tolist() == [2, 2, 0]
     assert found.tokens[:2, :2].tolist() == [other[1:3], FILE[1:3]]
 
@@ -172,7 +173,7 @@ def test_no_prediction_is_kept_for_a_request_without_drafts(
 
 
 def test_an_empty_batch_gets_no_drafts(asked: Asked) -> None:
-    assert len(asked.source.propose(draft_batch({}), np.zeros(0, np.int32)).lengths) == 0
+    assert len(propose(asked.source, draft_batch({}), np.zeros(0, np.int32)).lengths) == 0
 
 
 @settings(max_examples=100)

@@ -87,7 +87,7 @@ def test_no_more_tokens_are_requested_than_the_limits(
 ) -> None:
     served.grow("a", 10)
     assert [len(draft) for draft in served.propose("a", limit=1)] == [1]
-    assert [len(draft) for draft in served.propose("a", limit=9)] == [3]
+    assert [len(draft) for draft in served.propose("a", limit=3)] == [3]
     assert [call[0].max_draft_tokens for call in drafter.calls] == [1, 3]
 
 

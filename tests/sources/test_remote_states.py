@@ -13,6 +13,7 @@ import pytest
 from specserve.core.types import Int64Array, UInt16Array
 from specserve.sources import remote
 from specserve.sources.remote import NEAR_TOKENS
+from tests.draft_batches import propose
 from tests.drafters.fakes import WAIT_S, FakeDrafter, states_of
 from tests.integration.cluster import eventually
 from tests.sources.remote_replica import (
@@ -269,10 +270,10 @@ def test_states_of_texts_without_wanted_drafts_are_not_copied(
 
     made.propose(*names, limit=0)  # the source notices the drafter
     batch = made.batch(*names, hidden=hidden._replace(to_host=to_host))
-    made.source.propose(batch, np.zeros(3, np.int32))
+    propose(made.source, batch, np.zeros(3, np.int32))
     assert copied == []
     assert not made.source.are_followed(batch.slots).any()
-    drafts = made.source.propose(batch, np.array([0, 3, 0], np.int32))
+    drafts = propose(made.source, batch, np.array([0, 3, 0], np.int32))
     assert copied == [1]
     assert drafts.lengths.tolist() == [0, 3, 0]
     assert made.source.are_followed(batch.slots).tolist() == [False, True, False]

@@ -18,6 +18,7 @@ from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import namespace
 from specserve.trie.records import Record, TextPiece
 from specserve.trie.token_trie import TokenTrie
+from tests.draft_batches import propose
 from tests.trie.lookups import look_up
 
 NAMESPACE = namespace("m")
@@ -79,9 +80,9 @@ def test_no_request_or_record_compiles_a_kernel(source: TrieSource) -> None:
 
     for slot in range(8):
         source.open(slot, RequestControls(learn=slot != 2))
-    source.propose(batch(text(200), slots=[0]), limits(1))
-    source.propose(batch(text(201), text(5000, 1), slots=[0, 1]), limits(2))
-    source.propose(batch(text(90, 2), slots=[2]), limits(1))
+    propose(source, batch(text(200), slots=[0]), limits(1))
+    propose(source, batch(text(201), text(5000, 1), slots=[0, 1]), limits(2))
+    propose(source, batch(text(90, 2), slots=[2]), limits(1))
     source.close(np.array([0, 1, 2]))
 
     learner = ClusterLearner(source._memory)
@@ -90,10 +91,10 @@ def test_no_request_or_record_compiles_a_kernel(source: TrieSource) -> None:
     trie = source._memory.tries().get(NAMESPACE)
     assert trie is not None
     assert trie.num_evicted_tokens
-    source.propose(batch(text(100, 38), slots=[4]), limits(1))
+    propose(source, batch(text(100, 38), slots=[4]), limits(1))
     source.snapshot()
     learner.apply(from_another_replica(51, text(0), kind="purge", sequence=""))
-    source.propose(batch(text(100, 38), text(40), slots=[5, 6]), limits(2))
+    propose(source, batch(text(100, 38), text(40), slots=[5, 6]), limits(2))
     assert compiled() == before
 
 

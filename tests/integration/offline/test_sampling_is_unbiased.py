@@ -22,6 +22,7 @@ from specserve.core.config import AppConfig
 from specserve.core.types import DraftBatch, RequestControls
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.sources.base import SourceContext
+from tests.draft_batches import propose
 from tests.integration.offline.conftest import running_engine
 
 pytestmark = pytest.mark.timeout(900)
@@ -154,7 +155,7 @@ def _drafts(config: AppConfig, outputs: Sequence[Sample]) -> list[Sample]:
     source = resolve_name(section.SOURCE)(section, SourceContext(num_slots=size))
     for slot in range(size):
         source.open(slot, RequestControls())
-    found = source.propose(batch, np.full(size, NUM_TOKENS - 1, dtype=np.int32))
+    found = propose(source, batch, np.full(size, NUM_TOKENS - 1, dtype=np.int32))
     pairs = zip(found.tokens.tolist(), found.lengths.tolist(), strict=True)
     drafts = [tuple(tokens[:length]) for tokens, length in pairs]
     assert all(len(draft) == NUM_TOKENS - 1 for draft in drafts)
