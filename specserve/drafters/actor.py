@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 IDLE_S = 60.0
 """Idle seconds after which a shared drafter ends; replicas say hello several times a second."""
 
+_CATCH_UP_S = 2.0
+"""Seconds in which a process that was stopped reads the messages that wait."""
+
 FIND_S = 5.0
 """Longest wait for a drafter's address in one attempt, in seconds; further attempts follow."""
 
@@ -74,8 +77,9 @@ class _DrafterActor:
         self._server.leave(replica)
 
     def _end_when_idle(self) -> None:
-        while (left_s := IDLE_S - self._server.idle_s) > 0:
-            time.sleep(left_s)
+        while self._server.idle_s < IDLE_S:
+            time.sleep(max(IDLE_S - self._server.idle_s, 0.0))
+            time.sleep(_CATCH_UP_S)
         logger.warning("No replica was heard for %g s: this drafter ends", IDLE_S)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 

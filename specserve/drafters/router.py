@@ -24,6 +24,9 @@ not delay the others' answers."""
 _QUESTION_BYTES = 1024
 """Generous estimate of a message's memory besides its frames, in bytes."""
 
+_HANDSHAKE_MS = 2000
+"""Time for a connection to present the secret. Until then its messages may take memory."""
+
 _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -74,6 +77,7 @@ class Router:
         self._socket = self._context.socket(zmq.ROUTER)
         # ZeroMQ closes the connection of a client that sends more.
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         # A client that reconnects keeps its name.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 0)

@@ -91,15 +91,15 @@ class DrafterServer:
         self._schedule = Schedule()
         self._calls: list[Call] = []
         self._logged: set[str] = set()
-        self._active_at = time.monotonic()
+        self._active_at, self._is_computing = time.monotonic(), False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._compute, name="drafter-model", daemon=True)
         self._thread.start()
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last message or seat request, or since a model call began or ended."""
-        return time.monotonic() - self._active_at
+        """Seconds since the last message, seat request or model call; 0 during a call."""
+        return 0.0 if self._is_computing else time.monotonic() - self._active_at
 
     def seat(self, replica: str) -> int:
         """Assigns or keeps the replica's seat; returns how many replicas took theirs earlier.
@@ -221,14 +221,14 @@ class DrafterServer:
         or one task may be the cause.
         """
         calls = {task.call for task in tasks}
-        began = self._active_at = time.monotonic()
+        began, self._is_computing = time.monotonic(), True
         answers: list[Answer] | None = None
         try:
             answers = self._drafter.draft([task.piece() for task in tasks])
         except Exception as error:
             self._log_once(type(error).__name__, str(error), error)
         finally:
-            self._active_at = time.monotonic()
+            self._active_at, self._is_computing = time.monotonic(), False
         if answers is None:  # outside the handler: the error keeps the model's tensors alive
             if len(tasks) == 1 or all(call.expires_at < self._active_at for call in calls):
                 for task in tasks:

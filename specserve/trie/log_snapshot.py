@@ -143,6 +143,9 @@ class SnapshotFile:
     def _move(self, source: str, target: str) -> None:
         if not self._is_local:
             self._fs.mv(source, target)
+            self._fs.invalidate_cache()
+            if self._fs.exists(source):  # some file systems replace no file, and do not say so
+                raise OSError(f"{target} was not replaced")
             return
         os.replace(source, target)
         folder = os.open(Path(target).parent, os.O_RDONLY)

@@ -18,7 +18,7 @@ MAX_RECORD_TOKENS = 4096
 MAX_NAME_CHARS = 128
 """Longest origin or namespace, in ASCII characters."""
 
-RECORD_OVERHEAD_BYTES = 288
+RECORD_OVERHEAD_BYTES = 304
 """Memory of a record besides its tokens and its sequence name: Python objects, numbers and its slot
 in a log. A test compares it with what Python allocates."""
 
@@ -37,13 +37,15 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
         stamp: time of its first token by the writer's clock, in seconds since 1970.
         namespace: namespace of the text, which is never shown to another namespace. A ``purge`` may
             name a tenant's half instead, which covers all namespaces of the tenant.
-        kind: ``text``, or ``purge``: forgets the namespace's text with stamps up to ``stamp``.
+        kind: ``text``, or ``purge``: forgets the namespace's texts that began up to ``stamp``.
             Clocks of nodes must differ by less than the time from a purge to the next text.
         sequence: the request that the text belongs to, unique in the cluster; empty for a purge.
         start: position of the first token in the request's text. There may be gaps between the
             pieces of a text, because full memories drop records.
         tokens: token ids, int32, little-endian.
         final: whether this piece ends the text.
+        began: time at which the whole text began; 0: ``stamp``. A purge also covers the pieces of
+            such a text that its replica sends before it has read the purge.
     """
 
     origin: str
@@ -55,6 +57,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int = 0
     tokens: bytes = b""
     final: bool = False
+    began: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -96,7 +99,7 @@ def problem_of(record: Record, vocab_size: int) -> str:
     for name in (record.origin, record.namespace):
         if not 0 < len(name) <= MAX_NAME_CHARS or not name.isascii():
             return f"origin and namespace need 1 .. {MAX_NAME_CHARS} ASCII characters"
-    if not isfinite(record.stamp):
+    if not (isfinite(record.stamp) and isfinite(record.began)):
         return "its stamp is no time"
     size = len(record.tokens)
     if size % 4 or size > 4 * MAX_RECORD_TOKENS:
@@ -121,6 +124,7 @@ class TextPiece(NamedTuple):
     tokens: Int32Array
     final: bool = False
     stamp: float = 0.0
+    began: float = 0.0
 
 
 def records_of(origin: str, first_number: int, piece: TextPiece) -> list[Record]:
@@ -140,6 +144,7 @@ def records_of(origin: str, first_number: int, piece: TextPiece) -> list[Record]
                 piece.start + begin,
                 np.asarray(tokens, "<i4").tobytes(),
                 piece.final and begin + len(tokens) == num_tokens,
+                piece.began,
             )
         )
     return records

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
-from specserve.core.errors import SpecServeError, StoreError, shorten
+from specserve.core.errors import SpecServeError, StoreError, last_line_of, shorten
 from specserve.trie.log_snapshot import SnapshotFile
 from specserve.trie.records import ExchangeReply, ExchangeRequest
 from specserve.trie.store import NAME_PREFIX, StoreOptions, StoreStats, TrieStore
@@ -131,11 +131,19 @@ class RayStoreClient:
             content = ray.get(self._unanswered, timeout=left_s)
         except GetTimeoutError:
             raise StoreError(f"no answer within {timeout_s:g} s") from None
+        except ActorDiedError as error:
+            self._actor = self._unanswered = None
+            if error.actor_init_failed:  # each further try costs a process
+                return _refusal(f"the store does not start: {last_line_of(error)}")
+            raise StoreError(_say(error)) from error
         except Exception as error:  # of many types in Ray; the next call looks the actor up again
             self._actor = self._unanswered = None
             raise StoreError(_say(error)) from error
         self._unanswered = None
-        return _decode_reply(content)
+        try:
+            return _decode_reply(content)
+        except msgspec.MsgspecError:
+            return _refusal("cannot read the store's reply; its version may be another one")
 
     def _store(self) -> Any:
         if not ray.is_initialized():  # otherwise Ray starts a new cluster
@@ -209,6 +217,10 @@ def _result(reference: Any, kind: type[T], timeout_s: float) -> T:
         raise StoreError(_say(error)) from error
     assert isinstance(result, kind)
     return result
+
+
+def _refusal(reason: str) -> ExchangeReply:
+    return ExchangeReply("", refused=reason)
 
 
 def _say(error: Exception) -> str:

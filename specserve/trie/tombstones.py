@@ -39,7 +39,7 @@ class Tombstones:
 
 def is_purged_by(tombstone: Record, text: Record) -> bool:
     """Whether a tombstone covers this text."""
-    is_older = text.kind == "text" and text.stamp <= tombstone.stamp
+    is_older = text.kind == "text" and (text.began or text.stamp) <= tombstone.stamp
     return is_older and is_part_of(text.namespace, tombstone.namespace)
 
 

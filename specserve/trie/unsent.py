@@ -65,6 +65,7 @@ class UnsentTexts:
         self._shared = shared
         self._clock, self._wall_clock = clock, wall_clock
         self._names = [("", "")] * num_slots
+        self._began = [0.0] * num_slots
         self._is_shared = np.zeros(num_slots, np.bool_)
         self._full = np.zeros(num_slots, np.int64)
         self._next_check = 0.0
@@ -83,6 +84,7 @@ class UnsentTexts:
     def open(self, slot: int, namespace: str, name: str) -> None:
         """Starts a text that is shared with other replicas."""
         self._names[slot] = namespace, name
+        self._began[slot] = self._wall_clock()
         self._is_shared[slot] = True
         self._tails.lengths[slot] = self._tails.starts[slot] = 0
 
@@ -116,7 +118,7 @@ class UnsentTexts:
         start = int(tails.starts[slot])
         age_s = self._clock() - float(tails.since[slot]) if len(tokens) else 0.0
         stamp = self._wall_clock() - age_s
-        piece = TextPiece(namespace, name, start, tokens, final, stamp)
+        piece = TextPiece(namespace, name, start, tokens, final, stamp, self._began[slot])
         self._shared.publish(piece)
         tails.starts[slot], tails.lengths[slot] = start + len(tokens), 0
 

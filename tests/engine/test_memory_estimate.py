@@ -242,9 +242,7 @@ def test_the_shard_cannot_use_the_part_of_a_drafter_beside_rank_0(tmp_path: Path
     }
     r1 = config(tmp_path, DEEPSEEK_R1, [beside], **engine)
     assert check_shard(r1, shard_memory(r1), 101 * GIB) == 35 * GIB // 70272
-    with pytest.raises(
-        PlacementError, match=r"of 35\.0 GiB and 441\.9 MiB .* 0\.75 x 100"
-    ):
+    with pytest.raises(PlacementError, match=r"of 35\.0 GiB and 441\.9 MiB .* 0\.75 x 100"):
         check_shard(r1, shard_memory(r1), 100 * GIB)
 
 

@@ -69,6 +69,16 @@ def test_a_snapshot_may_be_at_a_url(memory: fsspec.AbstractFileSystem) -> None:
     ]
 
 
+def test_a_file_system_that_replaces_no_file_is_noticed(
+    memory: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = SnapshotFile("memory://bucket/trie.snapshot", FINGERPRINT)
+    file.save(some_state())
+    monkeypatch.setattr(type(memory), "mv", lambda *_: None)
+    with pytest.raises(SnapshotError, match="was not replaced"):
+        file.save(some_state(3))
+
+
 @pytest.mark.parametrize(
     "url",
     [

@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from ray.exceptions import ActorDiedError, RayTaskError
 
-from specserve.core.errors import ConfigError, SnapshotError
+from specserve.core.errors import ConfigError, SnapshotError, StoreError
 from specserve.trie.log_snapshot import SnapshotFile
 from specserve.trie.namespaces import namespace, tenant_half
 from specserve.trie.records import MAX_AHEAD_S, ExchangeReply, Record
@@ -225,6 +226,16 @@ def test_text_stamped_by_a_fast_clock_can_be_purged(
     assert store.stats().num_tokens == 0
 
 
+def test_a_purge_covers_the_rest_of_the_texts_that_began_before_it(store: TrieStore) -> None:
+    began = time.time() - 1
+    store.exchange(call([record(1, stamp=began, began=began)], origin="replica"))
+    store.purge("tenant")
+    later = time.time()
+    rest = record(2, stamp=later, began=began), record(3, stamp=later, began=later)
+    store.exchange(call([*rest], origin="replica"))
+    assert store.stats().num_records == 2  # the purge, and the text that began after it
+
+
 @pytest.mark.parametrize("namespace", ["", "n" * 200])
 def test_a_purge_of_an_invalid_namespace_is_refused(store: TrieStore, namespace: str) -> None:
     with pytest.raises(ConfigError, match="purge"):
@@ -254,3 +265,22 @@ def test_an_unusable_url_is_refused_before_a_store_is_started() -> None:
     options = StoreOptions(fingerprint=FINGERPRINT, vocab_size=9, snapshot_url="no://where")
     with pytest.raises(ConfigError, match="snapshot_url"):
         RayStoreClient(options)
+
+
+def unanswered(error: Exception) -> ExchangeReply:
+    """The reply of a store whose calls end with this error."""
+    client = RayStoreClient(StoreOptions(fingerprint=FINGERPRINT, vocab_size=9))
+
+    def fail() -> None:
+        raise error
+
+    vars(client)["_store"] = fail
+    return client.exchange(call(), 1.0)
+
+
+def test_a_store_that_does_not_start_is_not_started_again_at_once() -> None:
+    cause = RayTaskError("__init__", "Traceback\nConfigError: snapshot_url: no s3fs", ValueError())
+    reply = unanswered(ActorDiedError(cause))
+    assert reply.refused == "the store does not start: ConfigError: snapshot_url: no s3fs"
+    with pytest.raises(StoreError):  # a store that has run: it is started again
+        unanswered(ActorDiedError())

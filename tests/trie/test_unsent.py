@@ -17,9 +17,10 @@ class Published:
     """Published pieces: (name, start, num_tokens, final, stamp)."""
 
     pieces: list[tuple[str, int, int, bool, float]] = field(default_factory=list)
+    began = 0.0
 
     def publish(self, piece: TextPiece) -> None:
-        namespace, sequence, start, tokens, final, stamp = piece
+        namespace, sequence, start, tokens, final, stamp, self.began = piece
         assert namespace == "tenant"
         assert tokens.tolist() == TEXT[int(sequence), start : start + len(tokens)].tolist()
         self.pieces.append((sequence, start, len(tokens), final, stamp))
@@ -128,3 +129,12 @@ def test_pieces_are_sent_in_time_although_the_wall_clock_is_set_back(texts: Text
     texts.wall_ahead_s = -60.0
     texts.clock.now += MAX_DELAY_S + CHECK_S
     assert sorted(piece[:3] for piece in texts.grow(2, 2)) == [("0", 0, 2), ("1", 0, 2)]
+
+
+def test_each_piece_says_when_its_text_began() -> None:
+    texts = Texts()
+    began = texts.clock.now
+    for end in (FULL_TOKENS, 2 * FULL_TOKENS):
+        texts.clock.now += 10.0
+        assert texts.grow(end, 0)
+        assert texts.published.began == began
