@@ -33,6 +33,10 @@ _EXPERTS = ("int8_per_channel_weight_only",)
 """Values of ``quantization`` with which vLLM quantizes at load, to one byte a parameter. The scales
 of blocks, rows and columns take up to 0.1 % more and are not counted."""
 
+MAX_STEP_DRAFT_TOKENS = 1024
+"""Most draft tokens of a step. Their logits take memory from the KV cache, 2.2 GB for a vocabulary
+of 152,000, and in a step of so many tokens each further one takes time."""
+
 _VERIFICATION_BYTES = 12
 """Bytes of a draft token in vLLM's rejection sampler for each token of the vocabulary, beside the
 model's own logits: two copies of the logits and the probabilities, in float32."""
@@ -136,11 +140,12 @@ def shard_memory(config: AppConfig, *, on_cpu: bool = False) -> ShardMemory:
 
 
 def most_draft_tokens(num_requests: int, num_tokens: int, max_draft_len: int) -> int:
-    """The most draft tokens that a step of ``num_tokens`` tokens can verify.
+    """The most draft tokens that a step of ``num_tokens`` tokens verifies.
 
     Of each request's tokens in the step, one is not a draft token.
     """
-    return min(num_requests * max_draft_len, num_tokens * max_draft_len // (max_draft_len + 1))
+    fitting = num_tokens * max_draft_len // (max_draft_len + 1)
+    return min(num_requests * max_draft_len, fitting, MAX_STEP_DRAFT_TOKENS)
 
 
 def drafter_memory(config: AppConfig, source: DraftModelConfig | MtpConfig) -> DrafterMemory:

@@ -2,8 +2,8 @@
 
 Before vLLM allocates the KV cache, it measures the memory of a step with dummy inputs. It verifies
 one draft token for each request, and specserve's drafts have up to `max_draft_len` tokens. The
-rejection sampler holds the logits of all of them several times. For 4,096 draft tokens and a
-vocabulary of 152,000 that is 8.7 GB, and without room for it the engine ends.
+rejection sampler holds the logits of all of them several times. For 1,024 draft tokens and a
+vocabulary of 152,000 that is 2.2 GB, and without room for it the engine ends.
 
 As in vLLM, what penalties and log-probabilities take beyond that is not measured.
 """

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from specserve.engine.memory_estimate import MAX_STEP_DRAFT_TOKENS
 from specserve.engine.report import Outcome, Reports
 from specserve.sources.controls import wants_report
 
@@ -33,18 +34,19 @@ class DraftScheduler(Scheduler):
         return super().schedule(*args, **options)
 
     def _cut_drafts(self) -> None:
-        """Shortens the drafts if the step's tokens would not suffice for all running requests.
+        """Shortens the drafts if the step's tokens or its memory would not suffice for all.
 
         vLLM serves running requests in order of arrival. So the last ones would get no token, and
         waiting prompts would not be read. All drafts are cut to the same length. While prompts wait
         or are read, they get at least half of the tokens that are left for drafts.
         """
-        room = self.max_num_scheduled_tokens - len(self.running)
-        if 2 * len(self.running) * self.num_spec_tokens <= room:
+        left = self.max_num_scheduled_tokens - len(self.running)
+        if len(self.running) * self.num_spec_tokens <= min(left // 2, MAX_STEP_DRAFT_TOKENS):
             return
         has_prompts = any(each.is_prefill_chunk for each in self.running)
         if has_prompts or self.get_request_counts()[1]:
-            room //= 2
+            left //= 2
+        room = min(left, MAX_STEP_DRAFT_TOKENS)
         drafts = [each.spec_token_ids for each in self.running]
         longest = max(map(len, drafts), default=0)
         while sum(min(len(draft), longest) for draft in drafts) > room:

@@ -92,3 +92,13 @@ def test_long_drafts_leave_tokens_for_waiting_prompts(scheduler: DraftScheduler)
     assert step(scheduler, a=16, b=16) == {"a": 8, "b": 8, "c": 16}
     assert step(scheduler, a=16, b=16) == {"a": 8, "b": 8, "c": 16}
     assert step(scheduler) == {"a": 8, "b": 8, "c": 8}
+
+
+def test_a_step_verifies_no_more_draft_tokens_than_memory_is_kept_for(
+    scheduler: DraftScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specserve.engine.scheduler.MAX_STEP_DRAFT_TOKENS", 12)
+    for name in "ab":
+        add(scheduler, name)
+    step(scheduler, a=3, b=14)
+    assert step(scheduler) == {"a": 4, "b": 10}
