@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     on_cpu = is_cpu_build()
     file = read(args.config or _default())
     for application in file.applications:
-        check_vllm(application.config)
+        check_vllm(application.config, application.most_replicas)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     checked = [_check(file, app, is_elsewhere, on_cpu) for app in file.applications]
     for rows, notes in checked:
@@ -144,11 +144,27 @@ def _check(
         "limits": _limits(config),
         "API keys": _keys(config),
     }
+    notes += _short_of_texts(config)
     unset = [each.env for each in config.http.api_keys if not environ.get(each.env)]
     if unset:
         names = ", ".join(unset)
         notes.append(f"the API keys' variables {names} are not set here; `serve run` needs them")
     return rows, notes
+
+
+def _short_of_texts(config: AppConfig) -> list[str]:
+    """A note for each drafter that cannot hold the texts of all running requests."""
+    notes = []
+    for source in config.placed("actor", "beside_rank_0").values():
+        requests, held = config.engine.max_num_seqs, source.max_texts
+        if source.placement == "actor":  # shared by all replicas
+            requests, held = requests * config.placement.num_replicas, held * source.num_actors
+        if held < requests:
+            notes.append(
+                f"{source.kind} holds {held} texts (max_texts) of the {requests} requests decoded "
+                "at once: the others get no drafts from it"
+            )
+    return notes
 
 
 def _check_adapters(config: AppConfig) -> None:

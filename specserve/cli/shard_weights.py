@@ -53,10 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
     from specserve.compare.arguments import only_application
     from specserve.core.new_folder import new_folder
-    from specserve.engine.vllm_version import check_vllm
 
     config = _checked(only_application(args.config))
-    check_vllm(config)
     out: Path = args.out.absolute()
     if not out.parent.is_dir():
         raise ConfigError("OUT", str(out), "a folder in an existing folder")

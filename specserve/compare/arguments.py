@@ -58,7 +58,7 @@ def only_application(path: Path) -> AppConfig:
     """
     # Imported here so that `--help` stays fast.
     from specserve.engine.checkpoint import find_checkpoint
-    from specserve.engine.vllm_version import check_vllm, is_cpu_build
+    from specserve.engine.vllm_version import check_engine, is_cpu_build
     from specserve.engine.weights import check_weights
     from specserve.serve.config_file import read
 
@@ -66,7 +66,7 @@ def only_application(path: Path) -> AppConfig:
     if len(applications) > 1:
         raise ConfigError("--config", str(path), "a file with one application")
     config = applications[0].config
-    check_vllm(config)
+    check_engine(config)
     checkpoint = find_checkpoint(config.model, f"{applications[0].field}.model")
     check_weights(config, checkpoint.path, on_cpu=is_cpu_build())
     return config

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from rich.console import Console
 
 from specserve.compare.display import progress_bar
 from specserve.compare.engine_process import EngineProcess
-from specserve.compare.lossless import Verdict, judge
+from specserve.compare.lossless import Verdict, default_tolerance, judge
 from specserve.compare.prompts import Prompt
 from specserve.core.config import AppConfig
 from specserve.engine.generation import Job, RunResult, Sampling
@@ -45,7 +45,8 @@ class Comparison:
         settings: the same for all methods.
         passes: one result per pass.
         verdicts: for each method but the reference; empty without ``none`` or with sampling.
-        against_none: the same with ``none`` as the reference; empty if it is the reference anyway.
+        against_none: the same with ``none`` as the reference and the model type's tolerance; empty
+            if ``none`` is the reference anyway.
     """
 
     prompts: Sequence[Prompt]
@@ -90,7 +91,8 @@ def compare(
             if (method, number) == last and settings.temperature == 0:
                 verdicts = _judge(engine, prompts, found, settings, reference)
                 if reference != method:
-                    against_none = _judge(engine, prompts, found, settings, method)
+                    own = replace(settings, tolerance=default_tolerance(config.engine.dtype))
+                    against_none = _judge(engine, prompts, found, own, method)
     return Comparison(
         prompts=prompts,
         settings=settings,

@@ -123,7 +123,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def _method(comparison: Comparison, method: Method) -> dict[str, Any]:
     passes = comparison.passes[method]
-    verdict = comparison.verdicts.get(method)
+    verdict, own = comparison.verdicts.get(method), comparison.against_none.get(method)
     return {
         "tokens_per_second": median_tokens_per_second(passes),
         "first_token_seconds": median_first_token_seconds(passes),
@@ -137,6 +137,7 @@ def _method(comparison: Comparison, method: Method) -> dict[str, Any]:
             for one in passes
         ],
         "lossless": _verdict(verdict, len(comparison.prompts)) if verdict else None,
+        "against_none": _verdict(own, len(comparison.prompts)) if own else None,
     }
 
 

@@ -37,16 +37,17 @@ class DraftScheduler(Scheduler):
         """Shortens the drafts if the step's tokens or its memory would not suffice for all.
 
         vLLM serves running requests in order of arrival. So the last ones would get no token, and
-        waiting prompts would not be read. All drafts are cut to the same length. While prompts wait
-        or are read, they get at least half of the tokens that are left for drafts.
+        waiting prompts would not be read. All drafts are cut to the same length. While prompts are
+        read, or can be, they get at least half of the tokens that are left for drafts.
         """
         left = self.max_num_scheduled_tokens - len(self.running)
         if len(self.running) * self.num_spec_tokens <= min(left // 2, MAX_STEP_DRAFT_TOKENS):
             return
-        has_prompts = any(each.is_prefill_chunk for each in self.running)
-        if has_prompts or self.get_request_counts()[1]:
+        num_running, num_waiting = self.get_request_counts()
+        can_start = num_waiting and num_running < self.max_num_running_reqs
+        if can_start or any(each.is_prefill_chunk for each in self.running):
             left //= 2
-        room = min(left, MAX_STEP_DRAFT_TOKENS)
+        room = max(0, min(left, MAX_STEP_DRAFT_TOKENS))
         drafts = [each.spec_token_ids for each in self.running]
         longest = max(map(len, drafts), default=0)
         while sum(min(len(draft), longest) for draft in drafts) > room:

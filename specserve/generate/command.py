@@ -213,8 +213,9 @@ def _texts(
                 {"question": questions[i], "prompt_token_ids": prompts[i], **asdict(completion)}
                 for i, completion in done.items()
             ]
-            sources = by_source([*done.values()])
-            passes.append({"seconds": seconds, "sources": sources, "answers": answers})
+            if answers:
+                sources = by_source([*done.values()])
+                passes.append({"seconds": seconds, "sources": sources, "answers": answers})
         counts = summary([*done.values()], seconds)
         write(console, f"pass {number + 1}, answers: {len(jobs)}, {counts}\n\n")
 

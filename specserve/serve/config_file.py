@@ -32,12 +32,18 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """One application of the file; ``field`` is the dotted path of its ``args``, for errors."""
+    """One application of the file.
+
+    Attributes:
+        field: dotted path of its ``args``, for errors.
+        most_replicas: replicas that Serve may start; more than configured with autoscaling.
+    """
 
     name: str
     route_prefix: str
     field: str
     config: AppConfig
+    most_replicas: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +177,23 @@ def _application(schema: ServeApplicationSchema, index: int) -> Application:
     if schema.import_path != IMPORT_PATH:
         raise ConfigError(f"{field}.import_path", schema.import_path, IMPORT_PATH)
     config = parse(schema.args, f"{field}.args")
+    most = 0
     for deployment in schema.deployments:
         if isinstance(deployment.num_replicas, int):  # Serve prefers it to ours
             placement = config.placement.model_copy(
                 update={"num_replicas": deployment.num_replicas}
             )
             config = config.model_copy(update={"placement": placement})
+        elif isinstance(scaling := deployment.autoscaling_config, dict | AutoscalingConfig):
+            most = AutoscalingConfig.model_validate(scaling).max_replicas
+        elif deployment.num_replicas == "auto":
+            most = AutoscalingConfig.default().max_replicas
     return Application(
         name=schema.name,
         route_prefix=schema.route_prefix or "/",
         field=f"{field}.args",
         config=config,
+        most_replicas=most or config.placement.num_replicas,
     )
 
 

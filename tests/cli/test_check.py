@@ -188,6 +188,39 @@ def test_each_unknown_key_of_a_deployments_sections_is_reported(
         assert f"app.yaml: applications.0.deployments.0.{key}: " in line
 
 
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"num_replicas": 2},
+        {"num_replicas": "auto"},
+        {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}},
+    ],
+)
+def test_adapters_loaded_at_run_time_are_refused_where_serve_may_start_more_replicas(
+    scaling: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    one = GOOD | {"placement": {"num_replicas": 1}}
+    assert main(["check", write(serve_file(one))]) == 0
+    deployment = {"name": "ModelServer", **scaling}
+    assert main(["check", write(serve_file(one, deployments=[deployment]))]) == 2
+    assert "in one of the replicas only" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(("max_texts", "is_noted"), [(255, True), (256, False)])
+def test_a_drafter_with_fewer_texts_than_requests_is_noted(
+    max_texts: int, is_noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = {"kind": "draft_model", "model": "models/tiny", "max_texts": max_texts}
+    one = GOOD | {"speculation": [source], "placement": {"num_replicas": 1}}
+    assert main(["check", write(serve_file(one))]) == 0
+    out = re.sub(r"\s+", " ", capsys.readouterr().out)
+    note = f"draft_model holds {max_texts} texts (max_texts) of the 256 requests decoded at once"
+    assert (note in out) == is_noted
+
+
 def test_an_invalid_config_json_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

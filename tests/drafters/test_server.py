@@ -327,6 +327,15 @@ def test_a_server_without_requests_becomes_idle(server: DrafterServer, connect: 
     assert server.idle_s <= time.monotonic() - sent_at
 
 
+def test_a_server_is_not_idle_during_a_model_call(
+    server: DrafterServer, connect: Connect, drafter: FakeDrafter
+) -> None:
+    hold(drafter, connect(b"a"))
+    assert [server.idle_s for _ in range(2)] == [0.0, 0.0]
+    drafter.may_go.set()
+    eventually(lambda: server.idle_s > 0.0, "idle", WAIT_S, 0.01)
+
+
 def test_a_client_that_reconnects_under_its_name_keeps_its_texts(
     server: DrafterServer, connect: Connect
 ) -> None:

@@ -102,3 +102,24 @@ def test_a_step_verifies_no_more_draft_tokens_than_memory_is_kept_for(
         add(scheduler, name)
     step(scheduler, a=3, b=14)
     assert step(scheduler) == {"a": 4, "b": 10}
+
+
+def test_drafts_are_not_halved_for_prompts_that_cannot_start(scheduler: DraftScheduler) -> None:
+    names = "abcdefgh"  # as many as may run
+    for name in names:
+        add(scheduler, name)
+    step(scheduler)
+    add(scheduler, "waiting")
+    step(scheduler, **dict.fromkeys(names, 16))
+    assert step(scheduler) == dict.fromkeys(names, 4)
+
+
+def test_no_draft_is_sent_where_a_step_has_too_few_tokens_anyway(
+    scheduler: DraftScheduler,
+) -> None:
+    scheduler.max_num_scheduled_tokens = 3
+    for name in "abcd":
+        add(scheduler, name, prompt_len=1)
+    step(scheduler)
+    step(scheduler, a=16, b=16, c=16)
+    assert step(scheduler) == {"a": 1, "b": 1, "c": 1}

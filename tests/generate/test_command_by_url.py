@@ -151,3 +151,11 @@ def test_the_finished_answers_of_a_failed_run_are_saved(server: Server, tmp_path
     (only,) = json.loads(out.read_text())["passes"]
     assert only["seconds"] is None
     assert [each["prompt_token_ids"] for each in only["answers"]] == [[1, 2]]
+
+
+def test_a_run_without_a_finished_answer_overwrites_no_file(server: Server, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    out.write_text("earlier")
+    options = ["--url", server.url, "--save-output", str(out)]
+    assert main(["generate", *options, "--input-ids", "9"]) == 2
+    assert out.read_text() == "earlier"
