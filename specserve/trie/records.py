@@ -185,6 +185,7 @@ class ExchangeReply(msgspec.Struct, frozen=True, array_like=True):
         refused: why the store refuses the caller; empty if it does not.
         log_bytes: limit of the store's log in bytes, set by the application that started the store.
         is_alone: whether nobody else has called for some seconds.
+        newest_purge: latest stamp of a purge that the store has taken; 0: there was none.
     """
 
     epoch: str
@@ -195,6 +196,7 @@ class ExchangeReply(msgspec.Struct, frozen=True, array_like=True):
     refused: str = ""
     log_bytes: int = 0
     is_alone: bool = False
+    newest_purge: float = 0.0
 
 
 class StoreClient(Protocol):

@@ -143,6 +143,7 @@ class TrieStore:
                 held=self._log.held.ranges() if is_new else {},
                 log_bytes=self._options.max_bytes,
                 is_alone=len(self._last_seen) == 1,
+                newest_purge=self._log.tombstones.newest,
             )
 
     def purge(self, namespace: str) -> int:

@@ -23,17 +23,22 @@ _END = 1 << 62
 """A position after the end of any log."""
 
 _CALL_S, _PATIENCE_S, _RETRY_S = 10.0, 60.0, 0.5
+_LATER_S = 1e-3
 _LOG_SHARE = 4
 """Texts of one call take at most a quarter of the log, which drops its oldest records for them."""
 
 
 class TextWriter:
-    """Writes texts to the store; thread-safe."""
+    """Writes texts to the store; thread-safe.
+
+    The texts are newer than all purges before, although this node's clock may be late.
+    """
 
     def __init__(self, client: StoreClient) -> None:
         self._client = client
         self._origin = uuid.uuid4().hex[:16]
         self._epoch, self._num_records = "", 0
+        self._newest_purge = 0.0
         self._lock = threading.Lock()
 
     def write(self, namespace: str, texts: Sequence[Int32Array]) -> None:
@@ -48,11 +53,11 @@ class TextWriter:
                 so, all may have been written.
         """
         with self._lock:
+            # The first call has no texts: a store that hangs would still take them later.
+            most = self._exchange([]).log_bytes // _LOG_SHARE
             records: list[Record] = []
             for text in texts:
                 records += self._records(namespace, text, self._num_records + len(records) + 1)
-            # The first call has no texts: a store that hangs would still take them later.
-            most = self._exchange([]).log_bytes // _LOG_SHARE
             if (size := sum(each.num_bytes for each in records)) > most:
                 allowed = f"at most {most}, a quarter of the memory's log"
                 raise ConfigError("body", f"{size} bytes of tokens", allowed)
@@ -74,6 +79,7 @@ class TextWriter:
         num_tokens = num_bytes = 0
         batch: list[Record] = []
         with self._lock:
+            self._exchange([], _PATIENCE_S)
             first = self._num_records + 1
             for text in texts:
                 for record in self._records(namespace, text, self._num_records + 1):
@@ -90,7 +96,8 @@ class TextWriter:
 
     def _records(self, namespace: str, text: Int32Array, number: int) -> list[Record]:
         """The records of a text, numbered from ``number``."""
-        piece = TextPiece(namespace, f"{self._origin}-{number}", 0, text, final=True)
+        stamp = max(time.time(), self._newest_purge + _LATER_S)
+        piece = TextPiece(namespace, f"{self._origin}-{number}", 0, text, final=True, stamp=stamp)
         return records_of(self._origin, number, piece)
 
     def _send(self, records: list[Record], first: int) -> None:
@@ -118,5 +125,5 @@ class TextWriter:
             time.sleep(_RETRY_S)
         if reply.refused:
             raise StoreError(reply.refused)
-        self._epoch = reply.epoch
+        self._epoch, self._newest_purge = reply.epoch, reply.newest_purge
         return reply

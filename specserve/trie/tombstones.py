@@ -16,6 +16,8 @@ class Tombstones:
     """
 
     def __init__(self) -> None:
+        self.newest = 0.0
+        """Latest stamp of a tombstone that was put in force; 0: there was none."""
         self._tombstones: dict[str, Record] = {}
 
     def keep(self, tombstone: Record) -> None:
@@ -24,6 +26,7 @@ class Tombstones:
         if older is not None:
             tombstone = max(older, tombstone, key=lambda each: each.stamp)
         self._tombstones[tombstone.namespace] = tombstone
+        self.newest = max(self.newest, tombstone.stamp)
         if len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -67,6 +68,20 @@ def texts_of(*texts: int) -> Iterator[Int32Array]:
     """Texts with these numbers of tokens."""
     for size in texts:
         yield np.arange(size, dtype=np.int32) % 1000
+
+
+@pytest.mark.parametrize("is_many", [False, True])
+def test_texts_after_a_purge_are_kept_although_this_clock_is_late(
+    link: Link, is_many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: now + 60)
+        link.store.purge(NAME)
+    writer = TextWriter(link)
+    write = writer.write_many if is_many else writer.write
+    write(NAME, [*texts_of(3)])
+    assert link.store.stats().num_tokens == 3
 
 
 def test_replicas_get_every_text_whole_and_final(link: Link) -> None:
