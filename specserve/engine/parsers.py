@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 from pydantic import PrivateAttr
@@ -130,16 +130,29 @@ class _Merged(DeltaMessage):
 
 
 def _split(delta: DeltaMessage) -> list[DeltaMessage]:
-    """vLLM's ``split_delta`` for typed events. It would move text before a call that it follows."""
+    """vLLM's ``split_delta`` for typed events. It would move text before a call that it follows.
+
+    Adjacent texts are one message, since vLLM gives each text the log-probabilities of all tokens.
+    """
     if not isinstance(delta, _Merged):
         return _split_fields(delta)  # type: ignore[no-any-return]
     kept = {call.index for call in delta.tool_calls or ()}  # one with `parallel_tool_calls: false`
+    parts: list[DeltaMessage] = []
+    for is_text, group in groupby(delta._parts, _is_text):
+        texts = list(group)
+        if is_text:
+            texts = [texts[0].model_copy(update=_given("content", texts))]
+        parts += texts
     found = []
-    for part in delta._parts:
+    for part in parts:
         calls = [call for call in part.tool_calls or () if call.index in kept]
         if calls or part.content is not None or part.reasoning is not None:
             found += _split_fields(part.model_copy(update={"tool_calls": calls}))
     return found
+
+
+def _is_text(part: DeltaMessage) -> bool:
+    return part.content is not None and part.reasoning is None and not part.tool_calls
 
 
 def merged(parts: Sequence[DeltaMessage]) -> DeltaMessage | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, NoReturn
 
 from openai.types.responses import ResponseErrorEvent
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
@@ -53,5 +53,10 @@ def end_with_errors(handler: Any) -> None:
             if getattr(event, "type", "") == "error":
                 return
 
+    def fail(error: Exception) -> NoReturn:
+        raise error
+
+    # vLLM's cannot be read as an event of this API, which would look like a client's error.
+    handler._convert_generation_error_to_streaming_response = fail
     handler.responses_stream_generator = ended_with_errors
     handler.responses_background_stream_generator = ended_after_errors

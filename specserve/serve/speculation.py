@@ -20,6 +20,9 @@ from specserve.serve.shared import AS_OF, CACHEABLE, Shared
 
 logger = logging.getLogger(__name__)
 
+_NOT_SHOWN = {"snapshot_url", "model", "resources", "store_resources"}
+"""Options of sources that clients do not see: paths, perhaps with credentials, and placement."""
+
 SNAPSHOT_TIMEOUT_S = 2.0
 
 
@@ -80,7 +83,10 @@ class SpeculationMonitor:
             "model": self._config.model.name,
             "num_speculative_tokens": self._config.num_speculative_tokens,
             "sources": [
-                {**source.model_dump(mode="json"), **_health(health.get(source.kind), in_engine)}
+                {
+                    **source.model_dump(mode="json", exclude=_NOT_SHOWN),
+                    **_health(health.get(source.kind), in_engine),
+                }
                 for source in self._config.speculation
             ],
             "acceptance": {entry.source: _acceptance(entry) for entry in self._last.acceptance},

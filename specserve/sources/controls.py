@@ -96,7 +96,8 @@ def refuse_server_keys(extra_args: Mapping[str, object]) -> None:
     for key, value in extra_args.items():
         if key.startswith(SERVER_PREFIX):
             allowed = "nothing: only the server may set this key"
-            raise RequestError(f"vllm_xargs.{key}", value, allowed)
+            shown = key.encode(errors="backslashreplace").decode()  # half a surrogate pair
+            raise RequestError(f"vllm_xargs.{shown}", value, allowed)
 
 
 def with_tenant(

@@ -167,6 +167,17 @@ def test_a_response_has_calls_and_texts_in_their_order(case: str) -> None:
         assert items_of(stream.messages(sizes)) == expected, sizes
 
 
+def test_the_texts_of_a_step_are_one_message_unless_a_call_is_between_them() -> None:
+    texts = [DeltaMessage(content=text) for text in "abc"]
+    call = DeltaMessage(tool_calls=[DeltaToolCall(index=0, id="a")])
+    parse_token_by_token()
+    whole = merged([*texts[:2], call, texts[2]])
+    assert whole is not None
+    found = serving.split_delta(whole)
+    assert [each.content for each in found] == ["ab", None, "c"]
+    assert found[1].tool_calls == call.tool_calls
+
+
 def test_a_response_without_parallel_calls_has_only_the_first() -> None:
     calls = [DeltaToolCall(index=index, id="a") for index in (0, 1)]
     whole = merged([DeltaMessage(tool_calls=[call]) for call in calls])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.entrypoints.openai.responses import api_router, serving
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GenerationError, VLLMValidationError
 
 from specserve.engine.responses import end_with_errors
 
@@ -86,3 +86,22 @@ def test_vllm_streams_responses_by_this_method_without_error_events() -> None:
     made = inspect.getsource(serving.OpenAIServingResponses._create_responses)
     assert "return self.responses_stream_generator(" in made
     assert "except" not in inspect.getsource(api_router._convert_stream_to_sse_events)
+
+
+def test_a_failed_generation_is_a_server_error_of_the_stream() -> None:
+    generator = inspect.getsource(serving.OpenAIServingResponses.responses_stream_generator)
+    assert "self._convert_generation_error_to_streaming_response(e)" in generator
+
+    async def events_of(request: Any, error: Any) -> Any:
+        yield "created"
+        handler._convert_generation_error_to_streaming_response(error)
+
+    handler: Any = Handler()
+    handler.responses_stream_generator = events_of
+    end_with_errors(handler)
+
+    async def collect() -> list[Any]:
+        error = GenerationError("the grammar refuses a token")
+        return [each async for each in handler.responses_stream_generator(REQUEST, error)]
+
+    assert asyncio.run(collect())[-1].code == "InternalServerError"

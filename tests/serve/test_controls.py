@@ -60,6 +60,12 @@ def test_a_client_cannot_name_its_tenant(client: TestClient, body: bytes) -> Non
     assert answer.json()["error"]["param"] == "vllm_xargs.specserve_tenant"
 
 
+def test_half_a_surrogate_pair_in_an_internal_key_is_a_client_error(client: TestClient) -> None:
+    answer = client.post("/v1/completions", content=b'{"vllm_xargs": {"specserve_\\ud800": 1}}')
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "vllm_xargs.specserve_\\ud800"
+
+
 def test_a_client_cannot_set_internal_engine_arguments(client: TestClient) -> None:
     answer = client.post("/v1/completions", json={"vllm_xargs": {"specserve_typical": "x"}})
     assert answer.status_code == 400

@@ -69,6 +69,18 @@ def test_acceptance_is_reported_by_source_and_position(client: TestClient, rank0
     }
 
 
+def test_paths_and_placement_of_sources_are_not_shown() -> None:
+    trie = {"kind": "trie", "snapshot_url": "sftp://user:secret@host/folder", "min_match_len": 3}
+    config = parse({"model": {"path": "m"}, "speculation": [trie]})
+    app = FastAPI()
+    app.include_router(SpeculationMonitor(config, Rank0()).router())
+    with TestClient(app) as client:
+        answer = client.get("/v1/speculation")
+    assert answer.json()["sources"][0]["min_match_len"] == 3
+    assert not {"snapshot_url", "store_resources"} & answer.json()["sources"][0].keys()
+    assert "secret" not in answer.text
+
+
 def test_the_reason_for_a_missing_drafter_is_reported(client: TestClient, rank0: Rank0) -> None:
     rank0.metrics.set_reachable("ngram", False, "no node has free what it asks for")
     (source,) = client.get("/v1/speculation").json()["sources"]
