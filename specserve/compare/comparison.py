@@ -45,8 +45,8 @@ class Comparison:
         settings: the same for all methods.
         passes: one result per pass.
         verdicts: for each method but the reference; empty without ``none`` or with sampling.
-        against_none: the same with ``none`` as the reference and the model type's tolerance; empty
-            if ``none`` is the reference anyway.
+        against_none: for the other methods, with ``none`` as the reference and the model type's
+            tolerance; empty if ``none`` is the reference anyway.
     """
 
     prompts: Sequence[Prompt]
@@ -92,7 +92,8 @@ def compare(
                 verdicts = _judge(engine, prompts, found, settings, reference)
                 if reference != method:
                     own = replace(settings, tolerance=default_tolerance(config.engine.dtype))
-                    against_none = _judge(engine, prompts, found, own, method)
+                    ours = {each: found[each] for each in methods if each != reference}
+                    against_none = _judge(engine, prompts, ours, own, method)
     return Comparison(
         prompts=prompts,
         settings=settings,

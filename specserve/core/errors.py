@@ -33,9 +33,11 @@ class ConfigError(SpecServeError, ValueError):
     further: tuple[ConfigError, ...] = ()
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        self.field, self.value, self.allowed = field, value, allowed
+        # A user may have chosen the name, with half a surrogate pair, which no answer can hold.
+        self.field = field.encode(errors="backslashreplace").decode()
+        self.value, self.allowed = value, allowed
         what = "is missing" if value is MISSING else f"{shorten(value)} is not allowed"
-        super().__init__(f"{field}: {what}; allowed: {allowed}")
+        super().__init__(f"{self.field}: {what}; allowed: {allowed}")
 
     @classmethod
     def first_of(cls, errors: Sequence[ConfigError]) -> ConfigError:

@@ -213,10 +213,11 @@ def _texts(
                 {"question": questions[i], "prompt_token_ids": prompts[i], **asdict(completion)}
                 for i, completion in done.items()
             ]
+            completions = [*done.values()]
             if answers:
-                sources = by_source([*done.values()])
+                sources = by_source(completions)
                 passes.append({"seconds": seconds, "sources": sources, "answers": answers})
-        counts = summary([*done.values()], seconds)
+        counts = summary(completions, seconds)
         write(console, f"pass {number + 1}, answers: {len(jobs)}, {counts}\n\n")
 
 

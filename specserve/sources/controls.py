@@ -96,8 +96,7 @@ def refuse_server_keys(extra_args: Mapping[str, object]) -> None:
     for key, value in extra_args.items():
         if key.startswith(SERVER_PREFIX):
             allowed = "nothing: only the server may set this key"
-            shown = key.encode(errors="backslashreplace").decode()  # half a surrogate pair
-            raise RequestError(f"vllm_xargs.{shown}", value, allowed)
+            raise RequestError(f"vllm_xargs.{key}", value, allowed)
 
 
 def with_tenant(

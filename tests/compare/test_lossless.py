@@ -1,8 +1,9 @@
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from specserve.compare.lossless import first_difference, judge
+from specserve.compare.lossless import Verdict, first_difference, judge
 from specserve.engine.generation import Completion, Job, RunResult
 
 
@@ -84,26 +85,24 @@ def test_a_gap_over_the_tolerance_fails() -> None:
     assert verdict.failures[0].gap == pytest.approx(0.2)
 
 
-def test_a_token_far_from_the_engines_choice_fails_even_near_the_reference() -> None:
-    verdict = judge(
+def judge_far_from_the_engines_choice(**options: Any) -> Verdict:
+    return judge(
         [[7]],
         [completion([3])],
         [completion([4])],
         score=Scorer({3: -2.0, 4: -2.01, 9: -0.5}),
         tolerance=0.1,
+        **options,
     )
+
+
+def test_a_token_far_from_the_engines_choice_fails_even_near_the_reference() -> None:
+    verdict = judge_far_from_the_engines_choice()
     assert verdict.failures[0].gap == pytest.approx(1.51)
 
 
 def test_the_engines_choice_does_not_count_where_a_schema_may_forbid_it() -> None:
-    verdict = judge(
-        [[7]],
-        [completion([3])],
-        [completion([4])],
-        score=Scorer({3: -2.0, 4: -2.01, 9: -0.5}),
-        tolerance=0.1,
-        constrained={0},
-    )
+    verdict = judge_far_from_the_engines_choice(constrained={0})
     assert verdict.near_ties[0].gap == pytest.approx(0.01)
 
 
