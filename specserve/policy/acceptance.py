@@ -280,11 +280,17 @@ def _learn_draft(a, source, slot, text, first):  # type: ignore[no-untyped-def]
 
 @inner
 def _gains(odds, variance, is_right):  # type: ignore[no-untyped-def]
-    """Change of each weight and relative loss of its variance, both per unit of its variance."""
+    """Change of each weight and relative loss of its variance, both per unit of its variance.
+
+    At log-odds beyond the table, an outcome that agrees changes nothing. Else the weights of a long
+    run of right drafts would grow without end, and hardly follow its end.
+    """
     probability = _probability(odds)
     slope = max(probability * (1.0 - probability), _MIN_SLOPE)
     share = 1.0 / (1.0 + slope * variance)
-    return share * (is_right - probability), share * slope
+    is_certain = abs(odds) >= _NUM_STEPS / _STEPS and is_right == (odds > 0.0)
+    error = 0.0 if is_certain else is_right - probability
+    return share * error, share * slope
 
 
 @inner

@@ -210,6 +210,14 @@ def test_old_observations_count_less() -> None:
     assert learner.expected(slot=2)[0] > 0.6
 
 
+def test_a_longer_run_of_right_drafts_does_not_delay_learning() -> None:
+    learner, longer = Learner(), Learner()
+    for each, times in ((learner, 3_000), (longer, 30_000)):
+        each.teach((1, 2, 3, 4, 5), times=times)
+        each.teach((9,), slot=1)
+    assert longer.expected(slot=1)[0] == pytest.approx(learner.expected(slot=1)[0], abs=0.05)
+
+
 def test_a_step_without_new_tokens_teaches_nothing_and_keeps_offers() -> None:
     learner = Learner()
     learner.offer()
