@@ -159,9 +159,7 @@ def _judge(
             score=lambda jobs: none.run(jobs, settings.concurrency),
             tolerance=settings.tolerance,
             constrained={
-                index
-                for index, prompt in enumerate([*prompts] * len(passes))
-                if prompt.json_schema is not None
+                index for index, prompt in enumerate([*prompts] * len(passes)) if prompt.json_schema
             },
         )
         for method, passes in found.items()

@@ -127,7 +127,7 @@ class OfflineEngine:
         except (ValueError, VLLMClientError) as error:
             length, schema = f"{len(job.prompt_token_ids)} tokens", job.sampling.json_schema
             # vLLM checks both; a schema is what it refuses more often.
-            field, value = ("prompt", length) if schema is None else ("json_schema", schema)
+            field, value = ("prompt", length) if not schema else ("json_schema", schema)
             raise ConfigError(field, value, reason_of(error)) from error
 
     def _await_sources(self) -> None:

@@ -35,6 +35,7 @@ class Started:
     """An engine that answers with one token, and is in the list of all engines."""
 
     all: list[Started]
+    token = 5
 
     def __init__(self, config: object, method: Method) -> None:
         self.method, self.num_runs = method, 0
@@ -52,9 +53,22 @@ class Started:
     def run(self, jobs: list[Job], *_: object) -> RunResult:
         self.num_runs += 1
         done = Completion(
-            text="", token_ids=(5,), finish_reason="length", seconds=1.0, token_seconds=(0.1,)
+            text="",
+            token_ids=(self.token,),
+            finish_reason="length",
+            seconds=1.0,
+            token_seconds=(0.1,),
+            logprobs=({5: -6.0, 6: -6.05, 9: -0.01},),
         )
         return RunResult(completions=(done,) * len(jobs), seconds=1.0, drafts=())
+
+
+class Improbable(Started):
+    """With draft sources it answers with a token that the model hardly ever chooses."""
+
+    def __init__(self, config: object, method: Method) -> None:
+        super().__init__(config, method)
+        self.token = 5 if method.name == NONE else 6
 
 
 def test_each_pass_has_an_engine_of_its_own_and_none_comes_last(
@@ -74,3 +88,19 @@ def test_each_pass_has_an_engine_of_its_own_and_none_comes_last(
         methods, 2
     )
     assert found.verdicts[methods[1]].num_identical == 4
+
+
+def test_improbable_tokens_are_near_ties_only_where_a_schema_may_forbid_the_probable_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(comparison, "EngineProcess", Improbable)
+    monkeypatch.setattr(Started, "all", [], raising=False)
+    methods = [Method(NONE), Method("ngram")]
+    config = parse({"model": {"path": "m"}, "speculation": [{"kind": "ngram"}]})
+    prompts = [Prompt("a", (7, 8)), Prompt("b", (9,), json_schema="{}")]
+    settings = Settings(max_tokens=4, tolerance=0.1)
+    with Path("/dev/null").open("w") as nowhere:
+        found = compare(config, methods, prompts, settings, Console(file=nowhere), methods[0])
+    verdict = found.verdicts[methods[1]]
+    assert [each.prompt for each in verdict.near_ties] == [1]
+    assert [each.prompt for each in verdict.failures] == [0]
