@@ -272,7 +272,11 @@ class ProposerHook:
         params = self._runner.requests[request_id].sampling_params
         most, least = params.max_tokens or NO_LIMIT, params.min_tokens
         stops = [*(params.stop_token_ids or ())]
-        if params.eos_token_id is not None:  # None with `ignore_eos`
+        if params.structured_outputs:
+            # A grammar ends at a stop token, also with `ignore_eos`. vLLM's `guidance` fails on a
+            # step with more tokens after it.
+            stops = [*params.all_stop_token_ids]
+        elif params.eos_token_id is not None:  # None with `ignore_eos`
             stops.insert(0, params.eos_token_id)
         controls = self._read_controls(request_id)
         self._chain.open(self._free_slot(request_id, present), controls, most, least, stops)

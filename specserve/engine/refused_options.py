@@ -100,6 +100,9 @@ NOT_WITH_SOURCES = {
 }
 """Option: why it is refused with draft sources; a false value is allowed."""
 
+NOT_BACKEND = "lm-format-enforcer"
+"""Backend of structured outputs that is refused with draft sources."""
+
 NOT_WITH_KEYS = {
     "enable_scale_out": "a request could name other tenants' requests",
     "tool_server": "tenants would share its sessions",
@@ -121,5 +124,9 @@ def check_option(config: AppConfig, name: str, value: Any, default: Any) -> None
     if name in NOT_WITH_SOURCES and config.has_sources and value:
         why = NOT_WITH_SOURCES[name]
         raise ConfigError(field, value, f"only without draft sources, since {why}")
+    backend = getattr(value, "backend", None) if name == "structured_outputs_config" else None
+    if backend == NOT_BACKEND and config.has_sources:
+        allowed = "another one with draft sources, since it refuses steps of several tokens"
+        raise ConfigError(f"{field}.backend", backend, allowed)
     if name in NOT_WITH_KEYS and config.http.api_keys and value:
         raise ConfigError(field, value, f"only without http.api_keys, since {NOT_WITH_KEYS[name]}")

@@ -50,6 +50,9 @@ class DraftScheduler(Scheduler):
         room = max(0, min(left, MAX_STEP_DRAFT_TOKENS))
         drafts = [each.spec_token_ids for each in self.running]
         longest = max(map(len, drafts), default=0)
+        if any(_has_logprobs(each) for each in self.running):
+            # vLLM then holds as many rows of logits for each request as the longest draft needs.
+            longest = min(longest, MAX_STEP_DRAFT_TOKENS // len(self.running))
         while sum(min(len(draft), longest) for draft in drafts) > room:
             longest -= 1
         for draft in drafts:
@@ -90,3 +93,7 @@ class DraftScheduler(Scheduler):
                 if request.sampling_params.stop:
                     may_end[request_id] = request.spec_decode_metrics
         return may_end
+
+
+def _has_logprobs(request: Any) -> bool:
+    return request.sampling_params.num_logprobs is not None

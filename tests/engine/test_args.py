@@ -90,6 +90,13 @@ def test_options_that_vllm_serve_refuses_together_are_refused(
     assert refused.value.allowed.startswith(words)
 
 
+def test_a_backend_that_fails_on_drafts_is_refused_with_sources() -> None:
+    options = {"structured_outputs_config": {"backend": "lm-format-enforcer"}}
+    check_engine_options(config(options))
+    with pytest.raises(ConfigError, match="structured_outputs_config.backend: 'lm-format-enf"):
+        check_engine_options(config(options, speculation=[{"kind": "ngram"}]))
+
+
 def test_a_plugins_parser_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for registry in ("reasoning_parsers", "lazy_parsers"):
         known = dict(vars(ReasoningParserManager)[registry])

@@ -46,7 +46,7 @@ class Runner:
 def _request(**params: Any) -> SimpleNamespace:
     fields = {"min_p": 0.0, "logit_bias": None, "extra_args": None, "max_tokens": None}
     fields |= {"min_tokens": 0, "thinking_token_budget": None}
-    fields |= {"stop_token_ids": [], "eos_token_id": None} | params
+    fields |= {"stop_token_ids": [], "eos_token_id": None, "structured_outputs": None} | params
     return SimpleNamespace(
         sampling_params=SimpleNamespace(**fields),
         lora_request=None,
@@ -214,6 +214,7 @@ def test_a_draft_ends_at_the_requests_max_tokens(
         ({"eos_token_id": 9, "stop_token_ids": [8, 2]}, [1]),
         ({"stop_token_ids": [1]}, []),
         ({"eos_token_id": None}, [1, 2, 3, 4]),
+        ({"structured_outputs": object(), "all_stop_token_ids": {3}}, [1, 2]),
     ],
 )
 def test_a_draft_ends_before_a_token_that_ends_the_request(

@@ -45,9 +45,9 @@ def scheduler() -> DraftScheduler:
     )
 
 
-def add(scheduler: DraftScheduler, name: str, prompt_len: int = 2) -> None:
+def add(scheduler: DraftScheduler, name: str, prompt_len: int = 2, **params: Any) -> None:
     prompt = list(range(2, 2 + prompt_len))
-    scheduler.add_request(Request(name, prompt, SamplingParams(max_tokens=99), None))
+    scheduler.add_request(Request(name, prompt, SamplingParams(max_tokens=99, **params), None))
 
 
 def step(scheduler: DraftScheduler, **draft_lengths: int) -> dict[str, int]:
@@ -102,6 +102,17 @@ def test_a_step_verifies_no_more_draft_tokens_than_memory_is_kept_for(
         add(scheduler, name)
     step(scheduler, a=3, b=14)
     assert step(scheduler) == {"a": 4, "b": 10}
+
+
+@pytest.mark.parametrize("params", [{"logprobs": 1}, {"logprob_token_ids": [3]}])
+def test_drafts_are_shorter_where_log_probabilities_need_rows_of_equal_number(
+    scheduler: DraftScheduler, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specserve.engine.scheduler.MAX_STEP_DRAFT_TOKENS", 12)
+    add(scheduler, "a")
+    add(scheduler, "b", **params)
+    step(scheduler, a=3, b=9)
+    assert step(scheduler) == {"a": 4, "b": 7}
 
 
 def test_drafts_are_not_halved_for_prompts_that_cannot_start(scheduler: DraftScheduler) -> None:
