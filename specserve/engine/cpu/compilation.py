@@ -26,7 +26,7 @@ def missing_for_compilation() -> str:
         return "a C++ compiler (Debian: g++)"
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.exists():
-        return f"{header} (Debian: python3-dev)"
+        return f"{header} (Debian: python3.11-dev)"
     folder = Path(envs.VLLM_CACHE_ROOT)
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

@@ -85,7 +85,7 @@ def test_a_compiler_needs_pythons_headers_and_a_folder_that_it_can_write(
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(cache))
     monkeypatch.setattr(compilation, "get_cpp_compiler", lambda: "g++")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    assert missing_for_compilation() == f"{tmp_path}/Python.h (Debian: python3-dev)"
+    assert missing_for_compilation() == f"{tmp_path}/Python.h (Debian: python3.11-dev)"
     (tmp_path / "Python.h").touch()
     cache.touch()  # a file, so that the folder cannot be made
     monkeypatch.setattr(os, "access", lambda path, mode: path.is_dir())
