@@ -204,7 +204,8 @@ def _sources(config: AppConfig) -> str:
     for source in config.speculation:
         options: dict[str, Any] = source.model_dump()
         kind = options.pop("kind")
-        sources.append(f"{kind} ({', '.join(f'{key} {options[key]}' for key in options)})")
+        given = (f"{key} {value}" for key, value in options.items() if value not in ("", {}))
+        sources.append(f"{kind} ({', '.join(given)})")
     return "\n".join(sources) or "none"
 
 
@@ -219,7 +220,7 @@ def _limits(config: AppConfig) -> str:
 
 def _keys(config: AppConfig) -> str:
     keys = config.http.api_keys
-    return ", ".join(f"{key.tenant} (from {key.env})" for key in keys) or "none are asked for"
+    return ", ".join(f"{key.tenant} (from {key.env})" for key in keys) or "none: everyone may call"
 
 
 def print_rows(console: Any, rows: dict[str, str]) -> None:

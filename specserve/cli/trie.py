@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         _stop,
         "write a last snapshot and end the memory; running replicas start a new one",
     )
-    purge = _add(commands, "purge", _purge, "forget a namespace, in the whole cluster")
+    purge = _add(commands, "purge", _purge, "remove all text of a tenant or namespace, everywhere")
     what = purge.add_mutually_exclusive_group(required=True)
     what.add_argument("--namespace", metavar="HEX", help="the namespace, as `stats` prints it")
     what.add_argument("--tenant", metavar="NAME", help="all namespaces of this tenant")

@@ -71,7 +71,7 @@ class EngineConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of the weights and activations; auto: what vLLM chooses for the checkpoint."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
-    """Shards of the model; each is a Ray actor."""
+    """Shards of the model. Each is a Ray actor, except usually a single one on CPU."""
     max_model_len: int = Field(default=0, ge=0)
     """Context length in tokens, prompt and output; 0: the model's own."""
     max_num_seqs: int = Field(default=256, ge=1)

@@ -186,7 +186,8 @@ class DrafterConfig(SourceSection):
     num_cpus: float = Field(default=1.0, ge=0)
     """CPUs that a drafter reserves; on CPU also its number of threads, at least 1."""
     num_gpus: float = Field(default=0.0, ge=0, le=1)
-    """Part of a GPU that a drafter reserves; 1: a whole one. It never uses more than one."""
+    """Part of a GPU that a drafter reserves; 1: a whole one; 0: it computes on CPUs, also on a node
+    with GPUs. It never uses more than one."""
     resources: Resources = Field(default_factory=dict)
     """Further Ray resources that a drafter reserves, by name; amounts greater than 0."""
     max_texts: int = Field(default=64, ge=1)

@@ -35,8 +35,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "`none` always runs (default: none,all,hf)")  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--tasks", default="describe,quote,rename", help="on held-out code: "
-        "describe a function (as its docstring does), quote one of a file, or rename "
-        "something in one (default: %(default)s)")  # fmt: skip
+        "describe a function (as its docstring does), quote a function of a file, or rename an "
+        "identifier in a function (default: %(default)s)")  # fmt: skip
     what.add_argument("--data", type=Path, metavar="FILE", help='.jsonl with "prompt" or '
         '"messages", and "reference"')  # fmt: skip
     add("--num", type=number_from(1), default=0, help=f"questions (default: {DEFAULT_NUM}, or all "
