@@ -1,6 +1,7 @@
 """Fills the generated parts of the pages when they are built; mkdocs loads this file as a hook.
 
-A comment such as ``<!-- generate: configuration -->`` in a page is replaced by what the code says.
+What is between ``<!-- generate: configuration -->`` and ``<!-- end -->`` in a page is replaced by
+what the code says.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _OTHER_HOSTS = re.compile(
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """A page with its generated parts; called by mkdocs."""
-    return re.sub(r"<!-- generate: (\w+) -->", lambda found: PARTS[found[1]](), markdown)
+    pattern = r"(?s)<!-- generate: (\w+) -->.*?<!-- end -->"
+    return re.sub(pattern, lambda found: PARTS[found[1]](), markdown)
 
 
 def on_post_page(output: str, **_: Any) -> str:

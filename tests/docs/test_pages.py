@@ -104,6 +104,14 @@ def test_the_pages_include_each_generated_part_once() -> None:
     assert sorted(asked) == sorted(GENERATED["PARTS"])
 
 
+def test_a_generated_part_replaces_its_note_for_readers_of_the_repository() -> None:
+    fill: Callable[[str], str] = GENERATED["on_page_markdown"]
+    page = "before\n<!-- generate: benchmarks -->\n\na note\n\n<!-- end -->\nafter"
+    assert fill(page) == f"before\n{GENERATED['benchmarks']()}\nafter"
+    for path in PAGES:
+        assert "this part is empty" not in fill(path.read_text())
+
+
 def test_the_documented_constants_have_their_values() -> None:
     page = (ROOT / "docs/choice.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| `([A-Z_]+)` \| ([\d.]+) \|", page, re.M)
