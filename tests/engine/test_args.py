@@ -93,7 +93,7 @@ def test_options_that_vllm_serve_refuses_together_are_refused(
 def test_a_backend_that_fails_on_drafts_is_refused_with_sources() -> None:
     options = {"structured_outputs_config": {"backend": "lm-format-enforcer"}}
     check_engine_options(config(options))
-    with pytest.raises(ConfigError, match="structured_outputs_config.backend: 'lm-format-enf"):
+    with pytest.raises(ConfigError, match=r"structured_outputs_config\.backend: 'lm-format-enf"):
         check_engine_options(config(options, speculation=[{"kind": "ngram"}]))
 
 
