@@ -7,13 +7,14 @@ from collections.abc import Mapping
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specserve.core.config import ModelConfig
 from specserve.core.errors import EngineError, last_line_of
 from specserve.core.packages import installed_version
 from specserve.engine.checkpoint import fingerprint
+from specserve.serve.placement import other_nodes
 
 ANSWER_S = 60.0
 """Time limit for the nodes' answers, in seconds. A process starts there and reads the model."""
@@ -42,11 +43,10 @@ async def require_same(group: PlacementGroup, model: ModelConfig) -> None:
         EngineError: a node differs, or did not answer within ``ANSWER_S`` seconds. The message
             names the node, and what both nodes have.
     """
-    own = ray.get_runtime_context().get_node_id()
-    bundles = placement_group_table(group)["bundles_to_node_id"]
-    others = {node: index for index, node in bundles.items() if node != own}
+    others = other_nodes(group)
     if not others:
         return
+    own = ray.get_runtime_context().get_node_id()
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     tasks = {
         addresses[node]: _installed_there.options(

@@ -6,7 +6,12 @@ import asyncio
 from collections import Counter
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from specserve.core.config import PlacementConfig
 from specserve.core.errors import PlacementError
@@ -41,6 +46,13 @@ async def reserve(
         f"did not fit within {placement.timeout_s:g} s{missing and f': {missing}'}; "
         f"nodes: {nodes}; free in all: {describe(_own_resources(free))}"
     )
+
+
+def other_nodes(group: PlacementGroup) -> dict[str, int]:
+    """Returns the group's nodes except the caller's, each with the index of one of its bundles."""
+    own = ray.get_runtime_context().get_node_id()
+    bundles = placement_group_table(group)["bundles_to_node_id"]
+    return {node: index for index, node in bundles.items() if node != own}
 
 
 def running_nodes() -> list[Node]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from threading import Thread
 
 import prometheus_client
 from ray import serve
@@ -11,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from specserve.core.config import AppConfig
-from specserve.core.errors import SpecServeError
+from specserve.core.errors import EngineError, SpecServeError
 from specserve.core.importing import without_collections
 from specserve.engine.vllm_version import check_vllm
 from specserve.serve import daemons
@@ -30,10 +32,11 @@ from specserve.serve.middleware import (
     with_cors_of,
 )
 from specserve.serve.page import ReplicaView, SpeculationPage
-from specserve.serve.placement import reserve
+from specserve.serve.placement import other_nodes, reserve
 from specserve.serve.progress import Progress
 from specserve.serve.speculation import SpeculationMonitor
 from specserve.serve.tenants import TenantMiddleware, label_key, read_keys
+from specserve.trie.store_actor import await_drain
 
 _LOGS = (
     "enable_log_requests",
@@ -50,6 +53,7 @@ class ModelServer:
 
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         self._config = config
+        self._is_leaving = False
         self._progress = Progress(config.model.name)
         daemons.watch()
         try:
@@ -77,6 +81,8 @@ class ModelServer:
         with self._progress.stage(f"placing {num_shards} shard(s)"):
             group = await reserve(config.placement, shard_bundle(config), num_shards)
             await require_same(group, config.model)
+        if others := other_nodes(group):  # Serve itself looks at this node
+            Thread(target=self._leave_with, args=(others,), daemon=True).start()
         with self._progress.stage("starting the engine and loading the weights"):
             self._engine = Engine.start(config, group, label_key(self._keys))
 
@@ -118,8 +124,17 @@ class ModelServer:
         return await self._page.view(tenant)
 
     async def check_health(self) -> None:
-        """Raises if the engine is dead; Serve then replaces the replica."""
+        """Raises if the engine is dead, or a node of its shards is drained.
+
+        After three such checks, Serve lets running requests finish and replaces the replica.
+        """
         await self._engine.check_health()
+        if self._is_leaving:
+            raise EngineError("a node of this replica's shards is drained")
+
+    def _leave_with(self, nodes: Iterable[str]) -> None:
+        await_drain(nodes)
+        self._is_leaving = True
 
     async def __del__(self) -> None:
         """Shuts the engine down. Serve calls it after running requests ended or were given up."""

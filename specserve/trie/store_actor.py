@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -67,18 +68,18 @@ class TrieStoreActor(TrieStore):
         os._exit(1)
 
 
-def await_drain() -> None:
-    """Returns when this actor's node is drained, so that the actor can end its process.
+def await_drain(nodes: Iterable[str] = ()) -> None:
+    """Returns when one of these nodes, by default this actor's, is drained.
 
     Ray does not tell actors about a drain. A node that stops waits half a minute for its actors and
     kills them. Ray restarts an actor that has ended on another node, if there is one.
     """
     context = ray.get_runtime_context()
     cluster = GcsClient(address=context.gcs_address)
-    node = context.get_node_id()
+    awaited = set(nodes) or {context.get_node_id()}
     while True:
         with suppress(Exception):  # the head node may be down and come back
-            if node in cluster.get_draining_nodes(timeout=CONTROL_TIMEOUT_S):
+            if not awaited.isdisjoint(cluster.get_draining_nodes(timeout=CONTROL_TIMEOUT_S)):
                 return
         time.sleep(DRAIN_CHECK_S)
 
