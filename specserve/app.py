@@ -20,13 +20,6 @@ from specserve.serve.router import router_config
 from specserve.serve.server import ModelServer
 from specserve.serve.tenants import read_keys
 
-_MAX_STARTS = 2
-"""Starts of a replica before Serve gives up, while none has ever run.
-
-Serve only counts failures: a host that is late and a model that does not fit are the same to it. So
-a start that cannot succeed is tried twice, and each try prints the error.
-"""
-
 
 class BuildError(SpecServeError, RayServeException):
     """A ``RayServeException``, so that Serve shows only its message and does not retry."""
@@ -75,9 +68,6 @@ def _build(args: dict[str, Any]) -> Application:
         max_ongoing_requests=2 * most_requests,
         request_router_config=router_config(),
         graceful_shutdown_timeout_s=config.http.drain_timeout_s,
-        # Of all replicas together, since a late host may fail the first start of each one. A
-        # `num_replicas` under `deployments` does not count.
-        max_constructor_retry_count=_MAX_STARTS * config.placement.num_replicas,
         # Serve replaces a replica after three failed checks. Checks are frequent because they cost
         # nothing, and because a dead engine does not recover.
         health_check_period_s=2,

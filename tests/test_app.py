@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.serve._private.constants import MAX_PER_REPLICA_RETRY_COUNT
+from ray.serve._private import constants
 
 from specserve.app import BuildError, build
 
-MODEL = Path(__file__).parents[1] / "configs/models/demo-draft"
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "configs/models/demo-draft"
+MAX_STARTS = 2
 
 
 def args() -> dict[str, Any]:
@@ -36,9 +40,14 @@ def test_what_serve_keeps_does_not_depend_on_the_keys(monkeypatch: pytest.Monkey
     assert bound("sk-old") == bound("sk-new")
 
 
-@pytest.mark.parametrize("num_replicas", [1, 3])
-def test_each_replica_may_fail_to_start_once(num_replicas: int) -> None:
-    given = {"model": {"path": str(MODEL)}, "placement": {"num_replicas": num_replicas}}
-    config = build(given)._bound_deployment._deployment_config
-    assert config.max_constructor_retry_count == 2 * num_replicas
-    assert config.max_constructor_retry_count < MAX_PER_REPLICA_RETRY_COUNT * num_replicas
+def test_a_number_of_replicas_under_deployments_raises_the_limit_of_starts() -> None:
+    config = build({"model": {"path": str(MODEL)}})._bound_deployment._deployment_config
+    assert config.max_constructor_retry_count >= 3 * MAX_STARTS
+
+
+@pytest.mark.parametrize("file", ["Makefile", "deploy/Dockerfile", "deploy/node.env"])
+def test_serve_starts_each_replica_at_most_twice(file: str) -> None:
+    content = (ROOT / file).read_text()
+    variable = "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"
+    assert re.search(rf"^ *{variable} ?\??= ?{MAX_STARTS}\b", content, re.MULTILINE)
+    assert f'"{variable}"' in inspect.getsource(constants)

@@ -131,6 +131,7 @@ class Cluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
             "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+            "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "2",
             # Ray drops increments whose export takes longer than half of this interval. That
             # happens on a busy machine.
             "RAY_metrics_report_interval_ms": "5000",
