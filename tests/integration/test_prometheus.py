@@ -342,7 +342,7 @@ def test_no_alert_fires_while_all_is_well(monitored: Monitored, alert: str) -> N
 
 @pytest.mark.parametrize("alert", ALERTS)
 def test_each_series_of_an_alert_has_data(monitored: Monitored, refused: float, alert: str) -> None:
-    sides = re.split(r"\s+(?:[<>]|==|and)\s+", ALERTS[alert])
+    sides = re.split(r"\s+(?:[<>]|==|and|unless)\s+", ALERTS[alert])
     series = [side for side in sides if re.search("[a-z]", side)]
     assert series
     for side in series:

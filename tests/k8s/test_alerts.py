@@ -23,7 +23,10 @@ ALERTS = {rule["alert"]: rule for rule in ALL_RULES if "alert" in rule}
 RECORDED = {rule["record"]: rule["expr"] for rule in ALL_RULES if "record" in rule}
 LABELS = {f"ray_{spec.name}": {"model", *spec.labels} for spec in ALL}
 VLLM_LABELS = {"ray_vllm_admission_rejections_total": {"model_name", "reason"}}
-SERVE_LABELS = {"ray_serve_application_status": {"application"}}
+SERVE_LABELS = {
+    "ray_serve_application_status": {"application"},
+    "ray_serve_deployment_replica_healthy": {"application", "deployment", "replica"},
+}
 
 every_alert = pytest.mark.parametrize("alert", ALERTS)
 
@@ -41,6 +44,7 @@ def metrics(alert: str) -> list[str]:
 def test_there_is_an_alert_for_each_failure() -> None:
     assert set(ALERTS) == {
         "SpecserveNotRunning",
+        "SpecserveDegraded",
         "SpecserveAcceptanceCollapsed",
         "SpecserveDrafterDown",
         "SpecserveReplicationLag",
@@ -91,7 +95,7 @@ def test_serve_reports_6_for_a_running_application_and_less_for_any_other() -> N
     declared = re.search(r'Gauge\(\s*"serve_application_status",.*?tag_keys=\((.*?)\)', state, re.S)
     assert declared is not None
     assert declared[1] == '"application",'
-    below = re.search(r"< (\d+)$", ALERTS["SpecserveNotRunning"]["expr"])
+    below = re.search(r"< (\d+)$", ALERTS["SpecserveNotRunning"]["expr"], re.M)
     assert below is not None
     found = {status for status in ApplicationStatus if status.to_numeric() >= int(below[1])}
     assert found == {ApplicationStatus.RUNNING}
