@@ -80,7 +80,11 @@ def _drawn(panel: Panel) -> dict[str, Any]:
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
         "options": {"tooltip": {"mode": "multi", "sort": "desc"}},
         "targets": [
-            {"refId": chr(ord("A") + index), "legendFormat": legend, "expr": expr}
+            {
+                "refId": chr(ord("A") + index),
+                "legendFormat": f"{legend} {{{{namespace}}}}",
+                "expr": expr,
+            }
             for index, (legend, expr) in enumerate(panel.queries.items())
         ],
     }

@@ -158,9 +158,10 @@ def _hit_rate() -> str:
     """
     drafts, accepted = ours(specs.DRAFTS), ours(specs.ACCEPTED_TOKENS)
     by_name = GENERATION_TOKENS.rate("model_name")
-    tokens = f'sum by (model) (label_replace({by_name}, "model", "$1", "model_name", "(.*)"))'
+    renamed = f'label_replace({by_name}, "model", "$1", "model_name", "(.*)")'
+    tokens = f"sum by (namespace, model) ({renamed})"
     steps = f"({tokens} - {or_zero(accepted.rate('model'), drafts.rate('model'))})"
-    return f"{drafts.rate('model', 'source')} / on (model) group_left () {steps}"
+    return f"{drafts.rate('model', 'source')} / on (namespace, model) group_left () {steps}"
 
 
 def _sources() -> list[Panel]:
@@ -225,7 +226,11 @@ def _draft_memory() -> list[Panel]:
             "Size by namespace",
             specs.TRIE_TOKENS.description + " Of several replicas the largest.",
             "short",
-            {f"{by} {{{{namespace}}}}": ours(specs.TRIE_TOKENS).value("max", "model", "namespace")},
+            {
+                f"{by} {{{{memory_namespace}}}}": ours(specs.TRIE_TOKENS).value(
+                    "max", "model", "memory_namespace"
+                )
+            },
         ),
         Panel(
             "Memory by node",

@@ -23,7 +23,8 @@ class Series:
         name: with Ray's prefix ``ray_``; for a histogram without ``_bucket``.
         kind: Prometheus' type.
         labels: a query may group by these, and by ``instance``, the node, which Prometheus adds. If
-            the first one is ``model`` or ``model_name``, it names the model.
+            the first one is ``model`` or ``model_name``, it names the model. Each query also groups
+            by ``namespace``, which only Kubernetes' pods have.
         only: label matchers that select the wanted series, if the name has others too.
     """
 
@@ -62,7 +63,7 @@ class Series:
     def _listed(self, by: tuple[str, ...]) -> str:
         unknown = set(by) - {*self.labels, "instance"}
         assert not unknown, f"{self.name} has no label {unknown}, only {self.labels}"
-        return ", ".join(by)
+        return ", ".join(("namespace", *by))
 
 
 def ours(spec: MetricSpec) -> Series:

@@ -42,7 +42,7 @@ class MetricSpec:
 
 _of_source = partial(MetricSpec, labels=("source",))
 _of_position = partial(MetricSpec, labels=("source", "position"))
-_of_namespace = partial(MetricSpec, labels=("namespace",))
+_of_namespace = partial(MetricSpec, labels=("memory_namespace",))
 _of_drafter = partial(MetricSpec, labels=("source", "drafter"))
 
 DRAFTS = _of_source("specserve_drafts_total", "Drafts that the target verified.")

@@ -88,7 +88,7 @@ def test_a_gauge_without_a_sample_is_exported_as_0(exports: Exports) -> None:
     kept, lost = (Sample(TRIE_TOKENS, (name,), 5) for name in ("kept", "lost"))
     for samples in ((kept, lost), (kept,), (kept,)):
         totals.export(*samples)
-    assert [(tags["namespace"], value) for _, tags, value in exports] == [
+    assert [(tags["memory_namespace"], value) for _, tags, value in exports] == [
         ("kept", 5),
         ("lost", 5),
         ("kept", 5),

@@ -149,7 +149,7 @@ def test_the_open_metrics_have_a_series_per_tenant_that_hides_its_name(
 ) -> None:
     for key in (A, B, C, D):
         ask(http, key, "/v1/completions", completion(some_text()))
-    pattern = r'^specserve_trie_tokens{.*namespace="(\w+)"'
+    pattern = r'^specserve_trie_tokens{.*memory_namespace="(\w+)"'
     labels = set(re.findall(pattern, fresh(http, "/metrics").text, re.MULTILINE))
     assert len(labels) == len(TENANTS)
     assert not any(half_of(each) == tenant_half(name) for each in labels for name in TENANTS)
