@@ -122,7 +122,7 @@ def test_the_hosts_have_what_the_application_reserves(overlay: str, tmp_path: Pa
     num_gpus = float(overlay in R1_OVERLAYS)
     shard = {"GPU": num_gpus, "CPU": float(config.placement.num_cpus_per_shard)}
     shard |= config.placement.shard_resources
-    num_shards = config.engine.tensor_parallel_size / engine["numOfHosts"]
+    num_shards = config.engine.tensor_parallel_size / engine["replicas"]
     offered = ray_resources(engine)
     assert {name: num_shards * amount <= offered[name] for name, amount in shard.items()} == (
         dict.fromkeys(shard, True)
@@ -140,6 +140,12 @@ def test_the_group_of_the_drafter_offers_what_it_needs(overlay: str, tmp_path: P
     offered = ray_resources(groups(overlay)["drafter"])
     asked = {"GPU": drafter.num_gpus, "CPU": drafter.num_cpus, **drafter.resources}
     assert all(amount <= offered[name] for name, amount in asked.items())
+
+
+@every_overlay
+def test_a_lost_host_is_replaced_alone(overlay: str) -> None:
+    for name, group in groups(overlay).items():
+        assert group.get("numOfHosts", 1) == 1, name
 
 
 @every_overlay
@@ -339,7 +345,7 @@ def test_the_cluster_that_divides_weights_has_the_hosts_of_the_engine() -> None:
     (cluster,) = of_kind(SHARD_WEIGHTS, "RayCluster")
     (engine,) = cluster["spec"]["workerGroupSpecs"]
     serving = groups("r1-two-nodes")["engine"]
-    assert engine["numOfHosts"] == serving["numOfHosts"]
+    assert engine["replicas"] == serving["replicas"]
     assert ray_resources(engine) == ray_resources(serving)
     assert cluster["spec"]["authOptions"]["secretName"] in SECRETS
 
