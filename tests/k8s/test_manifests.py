@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,20 @@ def test_running_requests_may_finish_before_a_pod_ends(overlay: str, tmp_path: P
     ray_waits_s = float(variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
     assert application(overlay, tmp_path).config.http.drain_timeout_s + 10 <= ray_waits_s
     assert all(ray_waits_s < pod["spec"]["terminationGracePeriodSeconds"] for pod in pods(overlay))
+
+
+@every_overlay
+def test_a_silent_host_is_removed_as_soon_as_without_kubernetes(overlay: str) -> None:
+    settings = (ROOT / "deploy/node.env").read_text()
+    expected = dict(re.findall(r"^(RAY_health_check_\w+)=(\d+)$", settings, re.MULTILINE))
+    assert len(expected) == 3
+    assert environment(overlay).items() >= expected.items()
+    (source,) = (
+        each["configMapRef"]["name"]
+        for each in groups(overlay)["head"]["template"]["spec"]["containers"][0]["envFrom"]
+        if "configMapRef" in each
+    )
+    assert source == "specserve-two-nodes"
 
 
 @every_overlay
