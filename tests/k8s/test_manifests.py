@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,21 @@ def test_a_job_fills_the_volume_of_weights_as_the_pods_that_read_it(tmp_path: Pa
     (drafter,) = (each for each in config.speculation if isinstance(each, DrafterConfig))
     for folder in (config.model.path, drafter.model):
         assert folder in container["command"][-1].split()
+
+
+def test_the_job_that_fills_the_volume_may_run_again(tmp_path: Path) -> None:
+    (container,) = weights_job()["spec"]["template"]["spec"]["containers"]
+    shell, option, script = container["command"]
+    # The second call fails, as that of `specserve split-mtp`.
+    writes = '#!/bin/sh\nmkdir "$3" && touch "$3/config.json"\n'
+    for name, program in {"hf": "#!/bin/sh\n", "specserve": writes}.items():
+        (tmp_path / name).write_text(program)
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    command = [shell, option, script.replace("/models", str(tmp_path))]
+    for _ in range(2):
+        subprocess.run(command, env=environment, check=True)
+    assert (tmp_path / "DeepSeek-R1-MTP/config.json").exists()
 
 
 def test_the_comment_of_the_overlay_fills_the_volume_before_the_pods_start() -> None:
