@@ -54,6 +54,10 @@ class RequestError(ConfigError):
     """A request field holds a value that is not allowed; answered as HTTP 400."""
 
 
+class GrammarError(SpecServeError, ValueError):
+    """Nothing is drafted from a request's grammar. The message quotes nothing of the request."""
+
+
 class MissingExtraError(SpecServeError, RuntimeError):
     """vLLM, or a package that is installed together with it, is missing."""
 

@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
+from specserve.core.errors import GrammarError
 from specserve.core.token_texts import TokenTexts
 from specserve.core.types import Int32Array
 from specserve.engine.shortest_match import LONGEST, longest_of_shortest
@@ -101,8 +102,8 @@ class RequestGrammar:
     def forced(self, answer: Int32Array) -> str:
         """The text that must follow this answer; empty if there is none or while compiling.
 
-        Raises ValueError for refused tokens or a grammar that may force an endless text, or the
-        exception of a failed compilation.
+        Raises GrammarError for a grammar that may force an endless text, ValueError for refused
+        tokens, or the exception of a failed compilation.
         """
         if not self._given.done():
             return ""
@@ -118,7 +119,7 @@ class RequestGrammar:
         if not self._shortest.done():
             return ""
         if self._shortest.result() > LONGEST:  # xgrammar's search below might not end
-            raise ValueError(f"a part of the grammar may match no text of up to {LONGEST} bytes")
+            raise GrammarError(f"a part of it may match no text of up to {LONGEST} bytes")
         new = answer[request.num_output_tokens :].tolist()
         if new:
             request.append_output_token_ids(new)

@@ -10,8 +10,7 @@ a forward pass. Here it is a draft, because the model decides how it is split in
 
 from __future__ import annotations
 
-import logging
-
+from specserve.core.errors import GrammarError
 from specserve.core.source_config import GrammarConfig
 from specserve.core.types import (
     DraftBatch,
@@ -23,9 +22,8 @@ from specserve.core.types import (
 )
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import wants_drafts
+from specserve.sources.passing_reasons import PassingReasons
 from specserve.sources.splits import Splits
-
-logger = logging.getLogger(__name__)
 
 _BYTES_A_TOKEN = 16
 """Most bytes per wanted token; a longer forced text is cut before it is tokenized."""
@@ -34,17 +32,19 @@ _BYTES_A_TOKEN = 16
 class GrammarSource:
     """Drafts the text that each request's grammar forces next.
 
-    If a grammar cannot be followed, its request gets no more of these drafts. The reason is logged
-    and shown as the source's ``reason``.
+    If a grammar cannot be followed, its request gets no more of these drafts. The reason is logged,
+    and shown for some minutes as the source's ``reason``.
     """
 
     def __init__(self, config: GrammarConfig, context: SourceContext) -> None:
         self._kind, self._metrics = config.kind, context.metrics
         self._requests: list[_Request | None] = [None] * context.num_slots
         self._splits = Splits()
+        self._failures = PassingReasons(context.metrics, config.kind)
 
     def open(self, slot: int, controls: RequestControls) -> None:
         """Keeps the request's grammar, if it has one and takes drafts of this source."""
+        self._failures.note("")  # old ones are no longer shown
         if controls.grammar is not None and wants_drafts(controls, self._kind):
             self._requests[slot] = _Request(controls.grammar, controls, self._splits)
 
@@ -71,11 +71,12 @@ class GrammarSource:
     def _give_up(self, slot: int, error: Exception) -> None:
         """Stops the drafts of one request after an error, and reports the reason."""
         self._requests[slot] = None
-        # The reason has no error message: all tenants see it, and the message may quote a request.
-        reason = f"a request's grammar is not followed: {type(error).__name__}, see the log"
+        # All tenants see the reason, and another error's message may quote a request.
+        expected = isinstance(error, GrammarError)
+        why = str(error) if expected else f"{type(error).__name__}, see the log"
+        reason = f"a request's grammar is not followed: {why}"
+        self._failures.note(reason, reason, None if expected else error)
         self._metrics.count_error(self._kind)
-        self._metrics.set_reachable(self._kind, True, reason)
-        logger.warning("No drafts from a request's grammar", exc_info=error)
 
 
 class _Request:

@@ -6,17 +6,14 @@ tokens written in one step can be drafted for all requests of the namespace in t
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from secrets import token_hex
 from typing import Self
 
 import numpy as np
 from msgspec.structs import replace
 
-from specserve.core.metrics import SpeculationMetrics, TrieSnapshot
+from specserve.core.metrics import TrieSnapshot
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import (
     DraftBatch,
@@ -27,19 +24,15 @@ from specserve.core.types import (
 )
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import NO_TENANT, wants_drafts
+from specserve.sources.passing_reasons import PassingReasons
 from specserve.trie.memory import KEPT_S, SharedMemory, TrieMemory
 from specserve.trie.namespaces import label, namespace
 from specserve.trie.token_trie import NO_SEQUENCE, TokenTrie
 from specserve.trie.unsent import UnsentTexts
 
-logger = logging.getLogger(__name__)
-
 LEARN_TOKENS_PER_STEP = 4096
 """Most tokens of long prompts learned in one step, over all requests: 1 to 2 ms. Of a text that
 ends with more unlearned tokens, so many of the last ones are learned."""
-
-SHOWN_S = 600.0
-"""Seconds for which ``reason`` says that a namespace has no trie; less, if a request finds one."""
 
 
 class TrieSource:
@@ -67,7 +60,7 @@ class TrieSource:
         self._memory = memory
         self._identity = context.model_identity
         self._label_key = context.label_key
-        self._misses = TrieMisses(context.metrics)
+        self._misses = PassingReasons(context.metrics, config.kind)
         self._shared = shared
         self._unsent = None if shared is None else UnsentTexts(shared, size)
         self._text_prefix, self._num_opened = token_hex(8), 0
@@ -203,40 +196,3 @@ class TrieSource:
             f"an adapter's request found no trie: a tenant has {self._memory.num_adapters} "
             f"(max_cpu_loras), and an adapter keeps one for {KEPT_S:g} s after its last request"
         )
-
-
-class TrieMisses:
-    """Updates the source's ``reason``, and warns in the log of each namespace without a trie.
-
-    Args:
-        metrics: where the reason is shown.
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self, metrics: SpeculationMetrics, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._metrics = metrics
-        self._clock = clock
-        self._misses: dict[str, tuple[float, str]] = {}
-
-    def note(self, namespace: str, reason: str) -> None:
-        """Records whether a new request has a trie.
-
-        Args:
-            namespace: of the request.
-            reason: why it has no trie; empty: it has one.
-        """
-        if not (reason or self._misses):  # the usual case
-            return
-        now = self._clock()
-        known = self._misses.pop(namespace, None)
-        self._misses = {
-            name: miss for name, miss in self._misses.items() if miss[0] > now - SHOWN_S
-        }
-        if reason:
-            self._misses[namespace] = now, reason
-            if known is None:
-                logger.warning("No drafts from the trie: %s", reason)
-        told = next((miss[1] for miss in reversed(self._misses.values())), "")
-        self._metrics.set_reachable("trie", True, told)

@@ -21,6 +21,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
+from specserve.core.errors import GrammarError
 from specserve.engine.grammars import Grammars, RequestGrammar
 from specserve.sources.controls import REASONING_KEY
 from tests.integration.cluster import model_path
@@ -195,7 +196,7 @@ def test_a_grammar_whose_forced_text_has_no_end_is_not_followed(
     grammars: Grammars, tokenizer: Any, outputs: dict[str, Any]
 ) -> None:
     grammar = compiled(grammars.open("a", asked(**outputs)))
-    with pytest.raises(ValueError, match="may match no text of up to 8192 bytes"):
+    with pytest.raises(GrammarError, match="may match no text of up to 8192 bytes"):
         grammar.forced(tokens(tokenizer, ""))
 
 

@@ -14,10 +14,12 @@ import pytest
 from transformers import AutoTokenizer
 from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, TokenizerInfo
 
+from specserve.core.errors import GrammarError
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import GrammarConfig
 from specserve.core.token_texts import TokenTexts
 from specserve.core.types import Int32Array, RequestControls
+from specserve.sources import passing_reasons
 from specserve.sources.base import SourceContext
 from specserve.sources.grammar import GrammarSource
 from tests.draft_batches import draft_batch, propose
@@ -229,6 +231,28 @@ def test_a_grammar_that_fails_stops_drafts_of_its_request_only(asked: Asked) -> 
     asked.source.close(np.array([0]))
     asked.open(0, Grammar())
     assert asked.draft([]) == tokens_of(BEGINNING)
+
+
+class Endless(Grammar):
+    """A grammar that the engine refuses to follow."""
+
+    def forced(self, answer: Int32Array) -> str:
+        raise GrammarError("it may have no end")
+
+
+def test_refused_grammars_are_logged_once_and_their_reason_is_not_shown_for_ever(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = "a request's grammar is not followed: it may have no end"
+    for _ in range(3):
+        asked.open(0, Endless())
+        assert asked.draft([]) == []
+        assert asked.metrics.snapshot().health[0].reason == reason
+    (line,) = caplog.records
+    assert (line.getMessage(), line.exc_info) == (f"No drafts from the grammar: {reason}", None)
+    monkeypatch.setattr(passing_reasons, "SHOWN_S", -1.0)
+    asked.open(0, Grammar())
+    assert asked.metrics.snapshot().health[0].reason == ""
 
 
 def test_requests_without_a_grammar_or_grammar_drafts_get_none(

@@ -13,7 +13,7 @@ from specserve.core.source_config import TrieConfig
 from specserve.core.types import DraftBatch, Int32Array, RequestControls
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import NO_TENANT
-from specserve.sources.trie import LEARN_TOKENS_PER_STEP, SHOWN_S, TrieMisses, TrieSource
+from specserve.sources.trie import LEARN_TOKENS_PER_STEP, TrieSource
 from specserve.trie import memory
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
@@ -378,32 +378,3 @@ def test_no_draft_is_longer_than_its_limits() -> None:
     ask(TEXT[:200], names=["writes"])
     assert len(ask(TEXT[40:60], names=["a"], limit=3)[0].tokens) == 3
     assert ask(TEXT[40:60], names=["c"], limit=0)[0].tokens == ()
-
-
-class Misses:
-    """Records misses and returns the reason in the metrics."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._metrics = SpeculationMetrics(("trie",))
-        self._misses = TrieMisses(self._metrics, lambda: self.now)
-
-    def reason_after(self, namespace: str, reason: str = "") -> str:
-        self._misses.note(namespace, reason)
-        return self._metrics.snapshot().health[0].reason
-
-
-def test_a_miss_is_shown_until_its_namespace_finds_a_trie() -> None:
-    misses = Misses()
-    assert misses.reason_after("n", "full") == "full"
-    assert misses.reason_after("other") == "full"
-    assert misses.reason_after("m", "fuller") == "fuller"
-    assert misses.reason_after("m") == "full"
-    assert misses.reason_after("n") == ""
-
-
-def test_an_old_miss_is_not_shown() -> None:
-    misses = Misses()
-    misses.reason_after("n", "full")
-    misses.now = SHOWN_S
-    assert misses.reason_after("other") == ""
