@@ -99,6 +99,7 @@ class TrieReplica:
         self._position = self._failures_in_a_row = 0
         self._outage_logged = False
         self._oldest_unsent = self._caught_up_at = inf
+        self._restarted_at = 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trie-replica", daemon=True)
         self._last_call_at = inf  # stop() sets it; no call begins later
@@ -138,7 +139,10 @@ class TrieReplica:
 
     @property
     def unsent_s(self) -> float:
-        """Age of the oldest own token that the store has not confirmed, in seconds."""
+        """Age of the oldest own token that the store has not confirmed, in seconds.
+
+        At most the time since the store restarted: then it lacks text that it had confirmed.
+        """
         return max(0.0, time.time() - self._oldest_unsent)
 
     def take_turn(self) -> float:
@@ -152,7 +156,8 @@ class TrieReplica:
                 self._outbox.write(self._queue.popleft())
             rest_s = self._exchange()
             oldest_queued = self._queue[0].stamp if self._queue else inf
-            self._oldest_unsent = min(self._outbox.oldest_unsent_stamp, oldest_queued)
+            oldest = min(self._outbox.oldest_unsent_stamp, oldest_queued)
+            self._oldest_unsent = max(oldest, self._restarted_at)
         except Exception:  # no error may end the thread
             logger.exception("The link to the draft memory failed; it goes on")
             self.up = False
@@ -184,12 +189,14 @@ class TrieReplica:
         if reply.epoch != self.epoch:
             if self.epoch:
                 logger.warning("The draft memory has restarted; lost records are sent again")
+                self._restarted_at = time.time()
             self.epoch = reply.epoch
             self._outbox.start_over(reply.held)
-        for record in reply.records:
-            if self._outbox.receive(record):
-                self._apply_one(record)
-        self._note_progress(reply)
+        # A restarted store also hands out what this replica knows.
+        new = [record for record in reply.records if self._outbox.receive(record)]
+        for record in new:
+            self._apply_one(record)
+        self._note_progress(reply, new)
         if reply.behind or not self._outbox.is_empty:
             return 0.0
         return self._options.interval_s * (ALONE_FACTOR if reply.is_alone else 1.0)
@@ -203,10 +210,10 @@ class TrieReplica:
             if self.apply_errors == 1:
                 logger.exception("A record was not applied. Further ones are only counted")
 
-    def _note_progress(self, reply: ExchangeReply) -> None:
+    def _note_progress(self, reply: ExchangeReply, new: list[Record]) -> None:
         self._position = reply.position
         now = time.time()
-        stamps = [each.stamp for each in reply.records if each.stamp > self._caught_up_at]
+        stamps = [each.stamp for each in new if each.stamp > self._caught_up_at]
         self.receive_lag_s = max(0.0, now - min(stamps, default=now))
         if not reply.behind:
             self._caught_up_at = min(self._caught_up_at, now)

@@ -285,6 +285,27 @@ def test_old_text_does_not_count_as_lag(client: DirectClient) -> None:
     assert reader.link.receive_lag_s <= time.time() - written_at + 1
 
 
+def test_text_that_a_restarted_store_gets_again_does_not_count_as_lag(
+    client: DirectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    writer, first, second = (Replica(client) for _ in range(3))
+    for turn in ("before", "after"):  # the first turn: what came before does not count
+        for each in (writer, first, second):
+            each.link.take_turn()
+        now += 1
+        writer.write(turn, [1])
+    for each in (writer, first, second):
+        each.link.take_turn()
+    now += 3600
+    client.store = new_store()
+    for each in (writer, first, second, first, second, writer):
+        each.link.take_turn()
+        assert (each.link.unsent_s, each.link.receive_lag_s) == (0, 0)
+    assert client.store.stats().num_tokens == first.link.received_tokens == 2
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_text_of_a_living_replica_is_ever_lost(seed: int, tmp_path: Path) -> None:
     """Random writes, turns, lost answers, store restarts with or without a snapshot, deaths."""
