@@ -12,7 +12,6 @@ from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
 from specserve.engine.tenants import CURRENT_CONTROLS
-from specserve.serve import middleware
 from specserve.serve.controls import ControlsMiddleware
 
 WIDE = ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
@@ -276,23 +275,31 @@ def test_the_handler_of_a_form_has_its_controls(
     assert answer.json() == controls
 
 
-def test_a_body_that_stops_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "BODY_PAUSE_S", 0.01)
-    messages = [{"type": "http.request", "body": b"{", "more_body": True}]
-    sent: list[Message] = []
+@pytest.mark.parametrize(
+    ("pause_s", "num_bytes", "status"), [(31, 1 << 20, 408), (29, 1, 408), (29, 1 << 20, 200)]
+)
+def test_a_body_that_stops_or_trickles_gives_its_place_back(
+    monkeypatch: pytest.MonkeyPatch, pause_s: float, num_bytes: int, status: int
+) -> None:
+    now_s, num_left, statuses = 0.0, 9, []
 
     async def receive() -> Message:
-        return messages.pop() if messages else await asyncio.Future()
+        nonlocal now_s, num_left
+        now_s, num_left = now_s + pause_s, num_left - 1
+        for _ in range(3):  # the loop sees the time
+            await asyncio.sleep(0)
+        return {"type": "http.request", "body": b" " * num_bytes, "more_body": num_left > 0}
 
     async def send(message: Message) -> None:
-        sent.append(message)
+        statuses.append(message.get("status"))
 
-    async def fail(*_: object) -> None:
-        raise AssertionError("the body is incomplete")
+    async def call() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+        await ControlsMiddleware(Response(), [])(scope, receive, send)
 
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    asyncio.run(ControlsMiddleware(fail, [])(scope, receive, send))
-    assert sent[0]["status"] == 408
+    asyncio.run(call())
+    assert statuses[0] == status
 
 
 def test_a_disconnect_within_the_body_is_no_error() -> None:
