@@ -47,6 +47,10 @@ class Grammar(Protocol):
         """The tokens into which the tokenizer splits ``text`` after the answer so far."""
         ...
 
+    def close(self) -> None:
+        """Ends what is still computed for the request, which has ended."""
+        ...
+
 
 class RequestControls(msgspec.Struct, frozen=True):
     """One request's options for speculation, from ``vllm_xargs``, and its tenant.

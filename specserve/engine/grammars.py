@@ -141,9 +141,23 @@ class RequestGrammar:
         known, both = self._encode(before), self._encode(before + text)
         return both[len(known) :] if both[: len(known)] == known else self._encode(text)
 
+    def close(self) -> None:
+        """Cancels the request's jobs that no thread has begun."""
+        if self._shortest is not None:
+            self._shortest.cancel()
+        self._given.cancel()
+        self._given.add_done_callback(_cancel_compilation)
+
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def _shortest(compiled: Any) -> float:
     return longest_of_shortest(str(compiled.grammar))
+
+
+def _cancel_compilation(given: Future[Given]) -> None:
+    if not (given.cancelled() or given.exception()):
+        structured: Any = given.result()[0].structured_output_request
+        if isinstance(structured._grammar, Future):
+            structured._grammar.cancel()

@@ -66,6 +66,8 @@ class GrammarSource:
     def close(self, slots: Int64Array) -> None:
         """Drops the grammars of these requests."""
         for slot in slots.tolist():
+            if (request := self._requests[slot]) is not None:
+                request.grammar.close()
             self._requests[slot] = None
 
     def _give_up(self, slot: int, error: Exception) -> None:
@@ -86,7 +88,7 @@ class _Request:
     """
 
     def __init__(self, grammar: Grammar, controls: RequestControls, splits: Splits) -> None:
-        self._grammar, self._splits, self._learns = grammar, splits, controls.learn
+        self.grammar, self._splits, self._learns = grammar, splits, controls.learn
         self._owner = controls.tenant, controls.adapter, controls.cache_salt
         self._forced, self._num_seen = b"", 0
 
@@ -95,7 +97,7 @@ class _Request:
         self._follow(answer)
         if limit <= 0:
             return []
-        self._forced = self._forced or self._grammar.forced(answer).encode()
+        self._forced = self._forced or self.grammar.forced(answer).encode()
         if not self._forced:
             return []
         text = self._forced[: _BYTES_A_TOKEN * limit]
@@ -103,8 +105,8 @@ class _Request:
             self._owner,
             int(answer[-1]) if len(answer) else -1,
             text,
-            self._grammar.texts,
-            lambda: self._grammar.usual(answer, text.decode(errors="ignore")),
+            self.grammar.texts,
+            lambda: self.grammar.usual(answer, text.decode(errors="ignore")),
             limit,
         )
 
@@ -112,7 +114,7 @@ class _Request:
         """Removes the answer's new tokens from the forced text, and records its split."""
         before = int(answer[self._num_seen - 1]) if self._num_seen else -1
         for token in answer[self._num_seen :].tolist() if self._forced else ():
-            size = self._grammar.texts.size(token, self._forced)
+            size = self.grammar.texts.size(token, self._forced)
             if size and self._learns:
                 self._splits.note(self._owner, before, self._forced, token)
             self._forced, before = self._forced[size:] if size else b"", token

@@ -148,6 +148,26 @@ def test_an_aborted_request_leaves_no_grammar_in_memory(
     assert (left(), request()) == (None, None)
 
 
+def test_what_an_aborted_request_waits_for_is_not_computed(grammars: Grammars) -> None:
+    held = threading.Event()
+    searched = compiled(grammars.open("a", asked(regex="a|b")))
+    given = grammars.open("b", asked(regex="aa|b"))
+    assert given is not None
+    given._given.result(TIMEOUT_S)
+    grammars._thread.submit(held.wait)
+    waiting = grammars.open("c", asked())
+    assert waiting is not None
+    searched._shortest = grammars._thread.submit(int)
+    structured: Any = given._given.result()[0].structured_output_request
+    structured._grammar = Future()
+    for each in (searched, given, waiting):
+        each.close()
+    held.set()
+    assert waiting._given.cancelled()
+    assert searched._shortest.cancelled()
+    assert structured._grammar.cancelled()
+
+
 def test_vllms_scheduler_cuts_a_draft_where_the_grammar_refuses_it(
     grammars: Grammars, tokenizer: Any
 ) -> None:

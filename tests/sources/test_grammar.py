@@ -76,6 +76,7 @@ class Grammar:
         self.matcher = GrammarMatcher(compiled(json.dumps(schema)))
         self.texts = token_texts()
         self.num_searches = self._num_seen = 0
+        self.is_closed = False
 
     def forced(self, answer: Int32Array) -> str:
         self.num_searches += 1
@@ -87,6 +88,9 @@ class Grammar:
 
     def usual(self, answer: Int32Array, text: str) -> list[int]:
         return tokens_of(text)
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Asked:
@@ -270,6 +274,7 @@ def test_an_ended_request_leaves_no_grammar(asked: Asked) -> None:
     asked.open(0, grammar)
     asked.draft([])
     asked.source.close(np.array([0]))
+    assert grammar.is_closed
     del grammar
     gc.collect()
     assert left() is None
