@@ -28,6 +28,7 @@ TIMEOUT_S = 600.0
 """Limit for a connection and for each read; a whole answer may take longer."""
 MAX_LINE_CHARS = 1 << 24
 """Longest line of a stream, in bytes. The first line contains the prompt's token ids."""
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError)  # the answer has another form
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class Server:
         answer = self._post("/tokenize", question)
         try:
             return tuple(answer.json()["tokens"])
-        except (ValueError, LookupError, TypeError) as error:
+        except _UNREADABLE as error:
             reason = _error_message(answer.content) or f"HTTP {answer.status_code} without tokens"
             raise SpecServeError(f"{answer.url}: {reason}") from error
 
@@ -146,7 +147,7 @@ class Server:
             async with slots:
                 try:
                     done = await self._ask(session, job, partial(show, index))
-                except (aiohttp.ClientError, OSError, ValueError, SpecServeError) as error:
+                except (aiohttp.ClientError, OSError, SpecServeError, *_UNREADABLE) as error:
                     failure = f"request {index + 1} failed: {reason_of(error)}"
                     raise SpecServeError(failure) from error
             show(index, "", done)
@@ -249,7 +250,7 @@ def find_server(url: str) -> Server:
     try:
         model = answer.json()["data"][0]
         return Server(url, model["id"], model["max_model_len"])
-    except (ValueError, LookupError, TypeError) as error:
+    except _UNREADABLE as error:
         raise ConfigError("--url", url, f"a server of vLLM's ({reason_of(error)})") from error
 
 
@@ -280,7 +281,7 @@ def _error_message(body: bytes) -> str:
         return ""
     try:
         return " ".join(str(msgspec.json.decode(body)["error"]["message"]).split())
-    except (ValueError, LookupError, TypeError):
+    except _UNREADABLE:
         return ""
 
 

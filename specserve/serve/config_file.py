@@ -109,7 +109,7 @@ def _load(path: Path) -> Any:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise SpecServeError(f"{where}not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # such as an impossible date
         raise SpecServeError(f"not valid YAML: {' '.join(str(error).split())}") from None
 
 

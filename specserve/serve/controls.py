@@ -22,7 +22,7 @@ from specserve.serve.generation.answers import error_response
 from specserve.serve.generation.routes import is_generation
 from specserve.serve.generation.schema import Grammar
 from specserve.serve.memory import is_memory
-from specserve.serve.middleware import body_timeout, openai_error, without_pauses
+from specserve.serve.middleware import openai_error, without_pauses
 from specserve.serve.prediction import argument_texts, openai_texts, read_prediction
 from specserve.sources.controls import (
     BEAM_KEY,
@@ -72,8 +72,8 @@ class ControlsMiddleware:
             body = await Request(scope, without_pauses(receive)).body()
         except ClientDisconnect:
             return
-        except TimeoutError:
-            await body_timeout()(scope, receive, send)
+        except HTTPException as error:
+            await openai_error(error.detail, error.status_code)(scope, receive, send)
             return
         given = await _request(scope, body)
         try:

@@ -25,7 +25,7 @@ from specserve.core.errors import ConfigError, SnapshotError, StoreError
 from specserve.engine.cluster_memory import shared_trie
 from specserve.engine.tenant_memory import TenantMemory
 from specserve.engine.tenants import CURRENT_TENANT
-from specserve.serve.middleware import body_timeout, openai_error, without_pauses
+from specserve.serve.middleware import openai_error, without_pauses
 from specserve.serve.paths import path_of
 
 MAX_BODY_BYTES = 4 << 20
@@ -156,8 +156,6 @@ class MemoryApi:
             raise HTTPException(503, f"the draft memory: {error}") from None
         except ClientDisconnect:
             return Response(status_code=499)
-        except TimeoutError:
-            return body_timeout()
         return JSONResponse(
             {"object": "speculation.memory", "model": self._model} | content,
             headers={"Cache-Control": "no-store"},

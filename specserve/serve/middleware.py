@@ -40,25 +40,24 @@ BODY_BYTES_PER_S = 16 << 10
 
 
 def without_pauses(receive: Receive) -> Receive:
-    """Receives a body's messages; raises ``TimeoutError`` for a body that stops or is too slow."""
+    """Receives a body's messages; raises ``HTTPException`` if it stops or is too slow."""
     time = asyncio.get_running_loop().time
     ends_at = time() + BODY_PAUSE_S
 
     async def receive_soon() -> Message:
         nonlocal ends_at
-        async with asyncio.timeout_at(ends_at):
-            message = await receive()
+        try:
+            async with asyncio.timeout_at(ends_at):
+                message = await receive()
+        except TimeoutError:
+            slow = f"or it was slower than {BODY_BYTES_PER_S >> 10} KiB a second"
+            detail = f"No more of the body came within {BODY_PAUSE_S:g} s, {slow}"
+            raise HTTPException(408, detail) from None
         gained_s = len(message.get("body", b"")) / BODY_BYTES_PER_S
         ends_at = min(ends_at + gained_s, time() + BODY_PAUSE_S)
         return message
 
     return receive_soon
-
-
-def body_timeout() -> Response:
-    """The answer to a call whose body stopped or came too slowly."""
-    slow = f"or it was slower than {BODY_BYTES_PER_S >> 10} KiB a second"
-    return openai_error(f"No more of the body came within {BODY_PAUSE_S:g} s, {slow}", 408)
 
 
 def with_cors_of(app: FastAPI, wrapped: ASGIApp) -> ASGIApp:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
 from specserve.core.errors import SpecServeError, StoreError, last_line_of, shorten
 from specserve.trie.log_snapshot import SnapshotFile
@@ -172,6 +172,8 @@ class RemoteStore:
         except ValueError:
             running = ", ".join(list_stores()) or "none"
             raise StoreError(f"no draft memory {shorten(name)} runs; running: {running}") from None
+        except RayError as error:
+            raise StoreError(_say(error)) from error
 
     def stats(self) -> StoreStats:
         """:meth:`TrieStore.stats`."""
@@ -196,8 +198,15 @@ class RemoteStore:
 
 
 def list_stores() -> list[str]:
-    """Names of the stores that run in the cluster, sorted."""
-    actors = ray.util.list_named_actors(all_namespaces=True)
+    """Names of the stores that run in the cluster, sorted.
+
+    Raises:
+        StoreError: the cluster does not answer.
+    """
+    try:
+        actors = ray.util.list_named_actors(all_namespaces=True)
+    except RayError as error:
+        raise StoreError(_say(error)) from error
     return sorted(
         actor["name"]
         for actor in actors
@@ -214,7 +223,7 @@ def _result(reference: Any, kind: type[T], timeout_s: float) -> T:
         if isinstance(error.cause, SpecServeError):
             raise error.cause from None
         raise
-    except ray.exceptions.RayError as error:
+    except RayError as error:
         raise StoreError(_say(error)) from error
     assert isinstance(result, kind)
     return result

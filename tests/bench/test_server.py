@@ -88,6 +88,12 @@ def test_a_stream_that_stalls_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         run(streaming(chunk(1), pause_s=30.0))  # until the client leaves
 
 
+@pytest.mark.parametrize("event", [b"{}", b'{"choices": [{}]}', b'{"choices": 5}', b"5"])
+def test_an_event_of_another_form_is_an_error(event: bytes) -> None:
+    with pytest.raises(SpecServeError, match=r"^request 1 failed: "):
+        run(streaming(b"data: " + event + b"\n\n"))
+
+
 def test_an_answer_has_the_counts_of_its_sources() -> None:
     counts = {"ngram": {"drafted_tokens": 6, "accepted_tokens": 4}}
     usage = {"choices": [], "metrics": {"speculative_decoding": {"sources": counts}}}

@@ -146,6 +146,7 @@ def bad(**sections: Any) -> dict[str, Any]:
         ("applications: []\nhttp_options: {port: 1, port: 2}", "line 2, column 25: not valid YAML"),
         ("{applications: [], true: 1, True: 2}", "line 1, column 29: not valid YAML"),
         ("applications: {{ apps }}", "line 1, column 16: not valid YAML"),
+        ("applications: 2025-02-30", "not valid YAML: day is out of range for month"),
         (serve_file([]), "applications.0.args: [] is not allowed; allowed: "),
         (
             bad(model={"path": "models/tyni"}),

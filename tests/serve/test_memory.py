@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Scope
 from specserve.core.config import parse
 from specserve.core.errors import SnapshotError, StoreError
 from specserve.engine.tenant_memory import TenantMemory
-from specserve.serve import memory
+from specserve.serve import memory, middleware
 from specserve.serve.controls import ControlsMiddleware
 from specserve.serve.memory import (
     BURST_S,
@@ -263,12 +263,19 @@ def test_a_body_over_a_limit_is_refused_with_the_limit(
     assert client.post(PATH, content=many).json()["lines"] == MAX_LINES
 
 
-def test_nothing_is_stored_from_an_incomplete_body(stores: Stores, clock: Clock) -> None:
+@pytest.mark.parametrize(
+    ("next_messages", "status"), [([{"type": "http.disconnect"}], 499), ([], 408)]
+)
+def test_nothing_is_stored_from_an_incomplete_body(
+    stores: Stores,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    next_messages: list[Message],
+    status: int,
+) -> None:
+    monkeypatch.setattr(middleware, "BODY_PAUSE_S", 0.01)
     whole = lines({"text": "a"}) + b"\n"
-    coming: list[Message] = [
-        {"type": "http.request", "body": whole, "more_body": True},
-        {"type": "http.disconnect"},
-    ]
+    coming = [{"type": "http.request", "body": whole, "more_body": True}, *next_messages]
     sent: list[Message] = []
     scope: Scope = {
         "type": "http",
@@ -279,7 +286,7 @@ def test_nothing_is_stored_from_an_incomplete_body(stores: Stores, clock: Clock)
     }
 
     async def receive() -> Message:
-        return coming.pop(0)
+        return coming.pop(0) if coming else await asyncio.Future()
 
     async def send(message: Message) -> None:
         sent.append(message)
@@ -288,7 +295,7 @@ def test_nothing_is_stored_from_an_incomplete_body(stores: Stores, clock: Clock)
         await application(stores, clock)(scope, receive, send)
 
     asyncio.run(run())
-    assert sent[0]["status"] == 499
+    assert sent[0]["status"] == status
     assert stores.tokens() == {}
 
 

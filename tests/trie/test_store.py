@@ -2,21 +2,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import ray
 from msgspec.structs import replace
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError, RpcError
 
 from specserve.core.errors import ConfigError, SnapshotError, StoreError
 from specserve.trie.log_snapshot import SnapshotFile
 from specserve.trie.namespaces import namespace, tenant_half
 from specserve.trie.records import MAX_AHEAD_S, ExchangeReply, Record
 from specserve.trie.store import StoreOptions, TrieStore
-from specserve.trie.store_actor import RayStoreClient, TrieStoreActor
+from specserve.trie.store_actor import RayStoreClient, RemoteStore, TrieStoreActor, list_stores
 from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, call, record
 
 
@@ -284,3 +286,17 @@ def test_a_store_that_does_not_start_is_not_started_again_at_once() -> None:
     assert reply.refused == "the store does not start: ConfigError: snapshot_url: no s3fs"
     with pytest.raises(StoreError):  # a store that has run: it is started again
         unanswered(ActorDiedError())
+
+
+@pytest.mark.parametrize("error", [GetTimeoutError("slow"), RpcError("gone")])
+def test_a_control_store_that_does_not_answer_is_an_error_of_ours(
+    monkeypatch: pytest.MonkeyPatch, error: RayError
+) -> None:
+    def fail(*_: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "get_actor", fail)
+    monkeypatch.setattr(ray.util, "list_named_actors", fail)
+    for ask in (list_stores, partial(RemoteStore, "any")):
+        with pytest.raises(StoreError, match=type(error).__name__):
+            ask()
