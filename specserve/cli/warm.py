@@ -16,7 +16,7 @@ from specserve.core.source_config import TrieConfig
 from specserve.engine.checkpoint import model_identity, text_config
 from specserve.engine.cluster_memory import shared_trie, store_options
 from specserve.serve.config_file import Application, read
-from specserve.trie.namespaces import namespace, shard_of
+from specserve.trie.namespaces import namespace
 from specserve.trie.store_actor import RayStoreClient, list_stores
 from specserve.trie.text_writer import TextWriter
 from specserve.trie.warm_texts import read_file
@@ -51,7 +51,7 @@ def warm(path: Path, file: Path, application: str, tenant: str, adapter: str, ad
             raise
         raise SpecServeError(f"{path}: {error}") from None
     name = namespace(identity, adapter, tenant)
-    store = store_options(source, identity, vocab_size, shard_of(name, source.num_store_shards))
+    store = store_options(source, identity, vocab_size)
 
     if file.exists() and not file.is_file():
         raise ConfigError("FILE", str(file), "a regular file: it is checked, then read again")

@@ -22,7 +22,7 @@ _WITHOUT_EFFECT = {
     "in_engine": ("num_actors", "resources", *_OF_DRAFTERS),
 }
 """Options of drafters that must keep their defaults with a placement, as they have no effect."""
-_OF_STORE = ("num_store_shards", "store_resources", "snapshot_url", "snapshot_interval_s")
+_OF_STORE = ("store_resources", "snapshot_url", "snapshot_interval_s")
 """Options of the trie's store."""
 
 
@@ -137,10 +137,8 @@ class TrieConfig(SourceSection):
     """Use one memory for all tenants. A request's speed then reveals what others asked before."""
     learn_prompts: bool = True
     """Learn from prompts too, not only from the model's outputs."""
-    num_store_shards: int = Field(default=1, ge=1, le=64)
-    """Actors that hold the cluster's memory; each holds different namespaces."""
     store_resources: Resources = Field(default_factory=dict)
-    """Ray resources that each of these actors reserves, by name; amounts greater than 0."""
+    """Ray resources that the cluster's memory reserves, by name; amounts greater than 0."""
 
     snapshot_url: str = ""
     """Folder or fsspec URL for snapshots of the cluster's memory; empty: restarts lose it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
@@ -12,7 +11,6 @@ from specserve.core.metrics import LinkSnapshot
 from specserve.core.source_config import TrieConfig
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
-from specserve.trie.namespaces import shard_of
 from specserve.trie.records import StoreClient, TextPiece
 from specserve.trie.replica import ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions
@@ -38,7 +36,7 @@ class ClusterMemory:
         memory: the replica's memory, which receives texts.
         model_identity: replicas with the same identity share texts.
         vocab_size: of the model.
-        connect: opens a client of a store.
+        connect: opens a client of the store.
     """
 
     def __init__(
@@ -49,33 +47,27 @@ class ClusterMemory:
         vocab_size: int,
         connect: Callable[[StoreOptions], StoreClient] = RayStoreClient,
     ) -> None:
-        learner = ClusterLearner(memory)
-        self._links = []
-        for shard in range(config.num_store_shards):
-            store = store_options(config, model_identity, vocab_size, shard)
-            options = ReplicaOptions(max_bytes=store.max_bytes)
-            self._links.append(TrieReplica(connect(store), learner.apply, options))
-        for link in self._links:
-            link.start()
+        store = store_options(config, model_identity, vocab_size)
+        options = ReplicaOptions(max_bytes=store.max_bytes)
+        self._link = TrieReplica(connect(store), ClusterLearner(memory).apply, options)
+        self._link.start()
 
     def publish(self, piece: TextPiece) -> None:
-        """Calls :meth:`TrieReplica.publish` for the store of the piece's namespace."""
-        self._links[shard_of(piece.namespace, len(self._links))].publish(piece)
+        """See :meth:`TrieReplica.publish`."""
+        self._link.publish(piece)
 
     def link(self) -> LinkSnapshot:
-        """State of the connection to the stores: worst lag and total token counts."""
+        """State of the connection to the store."""
         return LinkSnapshot(
-            up=all(link.up for link in self._links),
-            lag_s=max(max(link.unsent_s, link.receive_lag_s) for link in self._links),
-            received_tokens=sum(link.received_tokens for link in self._links),
-            dropped_tokens=sum(link.dropped_tokens for link in self._links),
+            up=self._link.up,
+            lag_s=max(self._link.unsent_s, self._link.receive_lag_s),
+            received_tokens=self._link.received_tokens,
+            dropped_tokens=self._link.dropped_tokens,
         )
 
     def close(self) -> None:
-        """Sends pending texts, for at most ``LAST_SEND_S`` seconds, and stops the links."""
-        with ThreadPoolExecutor(len(self._links)) as pool:  # a link that hangs delays no other
-            sent = list(pool.map(lambda link: link.stop(LAST_SEND_S), self._links))
-        if not all(sent):
+        """Sends pending texts, for at most ``LAST_SEND_S`` seconds, and stops the link."""
+        if not self._link.stop(LAST_SEND_S):
             logger.warning("The draft memory did not take all that this replica learned last")
 
 
@@ -94,16 +86,12 @@ def shared_trie(config: AppConfig) -> TrieConfig:
     raise ConfigError("speculation", kinds, "a list with a source of kind trie")
 
 
-def store_options(
-    config: TrieConfig, model_identity: str, vocab_size: int, shard: int = 0
-) -> StoreOptions:
-    """Options of one store shard, by the configuration."""
-    log_bytes = config.max_bytes // _LOG_SHARE // config.num_store_shards
+def store_options(config: TrieConfig, model_identity: str, vocab_size: int) -> StoreOptions:
+    """Options of the store, by the configuration."""
     return StoreOptions(
         fingerprint=model_identity,
         vocab_size=vocab_size,
-        shard=shard,
-        max_bytes=max(log_bytes, _MIN_LOG_BYTES),
+        max_bytes=max(config.max_bytes // _LOG_SHARE, _MIN_LOG_BYTES),
         snapshot_url=config.snapshot_url,
         snapshot_interval_s=config.snapshot_interval_s,
         resources=config.store_resources,

@@ -178,14 +178,13 @@ class Engine:
         """The tenants' interface to the draft memory that the cluster shares."""
         source, identity = shared_trie(self._config), model_identity(self._config.model)
         model = self._llm.model_config
-        shards = range(source.num_store_shards)
-        stores = [store_options(source, identity, model.get_vocab_size(), n) for n in shards]
+        store = store_options(source, identity, model.get_vocab_size())
         # A copy, because encoding changes state in the tokenizer's Rust part.
         tokenizer: Any = copy.deepcopy(self._llm.get_tokenizer())
         max_chars = model.max_model_len * tokenizer.max_chars_per_token
         adapters = app.state.openai_serving_models.lora_requests
         return TenantMemory(
-            stores, tokenizer, model.max_model_len, max_chars, lambda: list(adapters)
+            store, tokenizer, model.max_model_len, max_chars, lambda: list(adapters)
         )
 
     def decoder(self) -> Callable[[Sequence[int]], str]:

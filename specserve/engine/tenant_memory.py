@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from specserve.core.errors import ConfigError, SnapshotError, StoreError
+from specserve.core.errors import ConfigError
 from specserve.core.types import Int32Array
-from specserve.trie.namespaces import half_of, namespace, shard_of, tenant_half
+from specserve.trie.namespaces import half_of, namespace, tenant_half
 from specserve.trie.records import StoreClient
 from specserve.trie.store import StoreOptions, TrieStore
-from specserve.trie.store_actor import RayStoreClient, RemoteStore, list_stores
+from specserve.trie.store_actor import RayStoreClient, RemoteStore
 from specserve.trie.text_writer import TextWriter
 from specserve.trie.warm_texts import read_texts
 
@@ -26,37 +25,34 @@ _find_store = partial(RemoteStore, timeout_s=ANSWER_S)
 class TenantMemory:
     """The draft memory of one model. Calls block and are thread-safe, except :meth:`read`.
 
-    Calls to a store raise StoreError if it does not answer.
+    Calls to the store raise StoreError if it does not answer.
 
     Args:
-        stores: options of the model's stores, by shard.
+        store: options of the model's store.
         tokenizer: the model's tokenizer (transformers); for one thread at a time.
         max_tokens: longest text in tokens, the context length.
         max_chars: a text with more characters certainly exceeds ``max_tokens``.
         adapters: returns the names of the LoRA adapters that are loaded now.
-        connect: opens a client that writes texts to a store.
+        connect: opens a client that writes texts to the store.
         find: returns a running store by its name.
-        running: returns the names of all running stores, also of other models.
     """
 
     def __init__(
         self,
-        stores: list[StoreOptions],
+        store: StoreOptions,
         tokenizer: Any,
         max_tokens: int,
         max_chars: int,
         adapters: Callable[[], Collection[str]],
         connect: Callable[[StoreOptions], StoreClient] = RayStoreClient,
         find: Callable[[str], RemoteStore | TrieStore] = _find_store,
-        running: Callable[[], Collection[str]] = list_stores,
     ) -> None:
-        self._stores = stores
+        self._store = store
         self._tokenizer = tokenizer
         self._max_tokens, self._max_chars = max_tokens, max_chars
         self._adapters = adapters
         self._find = find
-        self._running = running
-        self._writers = [TextWriter(connect(each)) for each in stores]
+        self._writer = TextWriter(connect(store))
 
     def read(self, body: bytes) -> list[Int32Array]:
         """Reads texts from JSON lines; see :func:`read_texts`. For one thread at a time.
@@ -69,7 +65,7 @@ class TenantMemory:
         """
         allowed = f"at most {self._max_tokens} tokens, the context length"
         texts = []
-        for number, text in read_texts(io.BytesIO(body), self._stores[0].vocab_size):
+        for number, text in read_texts(io.BytesIO(body), self._store.vocab_size):
             num_chars = len(text.prompt) + len(text.completion)
             if num_chars > self._max_chars:
                 raise ConfigError(f"line {number}", f"{num_chars} characters", allowed)
@@ -82,7 +78,7 @@ class TenantMemory:
         return texts
 
     def teach(self, tenant: str, adapter: str, texts: list[Int32Array]) -> None:
-        """Writes texts to the tenant's store, all or none.
+        """Writes texts to the store, all or none.
 
         Args:
             tenant: the texts' owner; empty if tenants share memory or there are none.
@@ -93,15 +89,12 @@ class TenantMemory:
         """
         if adapter and adapter not in (known := self._adapters()):
             raise ConfigError("adapter", adapter, ", ".join(known) or "none: none is loaded")
-        name = self._namespace(tenant, adapter)
-        self._writers[shard_of(name, len(self._stores))].write(name, texts)
+        self._writer.write(self._namespace(tenant, adapter), texts)
 
     def held(self, tenant: str) -> list[dict[str, Any]]:
         """The tenant's namespaces with token counts, and the adapter if it is loaded now."""
         known = {self._namespace(tenant, each): each for each in ("", *self._adapters())}
-        tokens: Counter[str] = Counter()
-        for store in self._names():
-            tokens.update(self._find(store).stats().tokens_by_namespace)
+        tokens = self._find(self._store.name).stats().tokens_by_namespace
         return [
             {"namespace": name, "adapter": known.get(name), "tokens": num_tokens}
             for name, num_tokens in tokens.items()
@@ -109,29 +102,12 @@ class TenantMemory:
         ]
 
     def purge(self, tenant: str) -> int:
-        """Deletes a tenant's namespaces in all stores and replicas; returns the token count.
+        """Deletes a tenant's namespaces in the store and all replicas; returns the token count.
 
         Raises:
-            SnapshotError: deleted, but a snapshot could not be written and still has the texts.
-            StoreError: a store did not answer in time; the others have deleted the texts.
+            SnapshotError: deleted, but the snapshot could not be written and still has the texts.
         """
-        self.held(tenant)  # raises before anything is deleted if a store does not answer
-        num_tokens, errors = 0, []
-        for store in [self._find(each) for each in self._names()]:
-            try:
-                num_tokens += store.purge(tenant_half(tenant))
-            except (SnapshotError, StoreError) as error:  # the other stores are purged all the same
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return num_tokens
-
-    def _names(self) -> list[str]:
-        """Names of the configured stores and of running ones from other ``num_store_shards``."""
-        configured = [each.name for each in self._stores]
-        of_model = configured[0].removesuffix(f"-{self._stores[0].shard}")
-        others = {each for each in self._running() if each.rpartition("-")[0] == of_model}
-        return configured + sorted(others.difference(configured))
+        return self._find(self._store.name).purge(tenant_half(tenant))
 
     def _namespace(self, tenant: str, adapter: str) -> str:
-        return namespace(self._stores[0].fingerprint, adapter, tenant)
+        return namespace(self._store.fingerprint, adapter, tenant)

@@ -37,11 +37,6 @@ def is_part_of(name: str, purged: str) -> bool:
     return purged in (name, half_of(name))
 
 
-def shard_of(name: str, num_shards: int) -> int:
-    """Index of the store, 0 .. ``num_shards - 1``, that holds the namespace ``name``."""
-    return int(_digest(name), 16) % num_shards
-
-
 def label(name: str, key: bytes) -> str:
     """The label of a namespace in metrics.
 

@@ -39,7 +39,6 @@ class StoreOptions:
     Attributes:
         fingerprint: identity of the model and tokenizer. It is part of the store's name, so that
             replicas of another model use another store: their tokens must not mix.
-        shard: index of the store; each store of a model holds other namespaces.
         max_bytes: memory of the log, in bytes.
         snapshot_url: folder of the snapshot, a path or a URL; empty for no snapshot.
         snapshot_interval_s: time between two snapshots, in seconds.
@@ -48,7 +47,6 @@ class StoreOptions:
 
     fingerprint: str
     vocab_size: int
-    shard: int = 0
     max_bytes: int = 256 << 20
     snapshot_url: str = ""
     snapshot_interval_s: float = 300.0
@@ -56,9 +54,9 @@ class StoreOptions:
 
     @property
     def name(self) -> str:
-        """Name of the store in the cluster, unique for each fingerprint and shard."""
+        """Name of the store in the cluster, unique for each fingerprint."""
         digest = hashlib.blake2b(self.fingerprint.encode(), digest_size=6)
-        return f"{NAME_PREFIX}{digest.hexdigest()}-{self.shard}"
+        return f"{NAME_PREFIX}{digest.hexdigest()}"
 
     @property
     def snapshot_file(self) -> str:

@@ -75,7 +75,7 @@ def test_a_valid_file_prints_what_starts_and_where(capsys: pytest.CaptureFixture
 def test_empty_options_of_sources_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", write(serve_file(GOOD | {"speculation": [{"kind": "trie"}]}))]) == 0
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert "share_tenants False, learn_prompts True, num_store_shards 1, snapshot_interval" in out
+    assert "share_tenants False, learn_prompts True, snapshot_interval" in out
 
 
 @pytest.mark.usefixtures("folder")

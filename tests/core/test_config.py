@@ -136,8 +136,8 @@ def test_a_config_is_frozen() -> None:
             r"^speculation\.0\.snapshot_url: '/m' .* empty, unless share is cluster$",
         ),
         (
-            {"speculation": [{"kind": "trie", "num_store_shards": 4, "share": "replica"}]},
-            r"^speculation\.0\.num_store_shards: 4 .* 1, unless share is cluster$",
+            {"speculation": [{"kind": "trie", "snapshot_interval_s": 4, "share": "replica"}]},
+            r"^speculation\.0\.snapshot_interval_s: 4.* 60.0, unless share is cluster$",
         ),
         (
             {"speculation": [{"kind": "trie", "decoding_length": 0}]},

@@ -1,4 +1,4 @@
-"""A replica's links to stores in this process."""
+"""A replica's link to a store in this process."""
 
 from __future__ import annotations
 
@@ -13,16 +13,11 @@ from specserve.core.source_config import TrieConfig
 from specserve.engine import cluster_memory
 from specserve.engine.cluster_memory import ClusterMemory
 from specserve.trie.memory import TrieMemory
-from specserve.trie.namespaces import shard_of
 from specserve.trie.records import ExchangeReply, ExchangeRequest, TextPiece
 from specserve.trie.store import StoreOptions, TrieStore
 from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, DirectClient
 
-TEXT = np.arange(40, dtype=np.int32)
-NAMESPACES = [
-    next(name for name in map(str, range(99)) if shard_of(name, 2) == shard) for shard in (0, 1)
-]
-"""One namespace for each of two stores."""
+PIECE = TextPiece("a tenant", "a text", 0, np.arange(40, dtype=np.int32))
 
 
 class Client(DirectClient):
@@ -43,52 +38,44 @@ class Client(DirectClient):
 
 
 @pytest.fixture
-def clients() -> Iterator[list[Client]]:
-    """The clients of both stores. The fixture ``memory`` adds them."""
-    clients: list[Client] = []
-    yield clients
-    for client in clients:
-        client.open.set()
+def client() -> Iterator[Client]:
+    client = Client(StoreOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE))
+    yield client
+    client.open.set()
 
 
 @pytest.fixture
-def memory(clients: list[Client]) -> ClusterMemory:
-    """A memory that is connected to two stores."""
-
-    def connect(options: StoreOptions) -> Client:
-        clients.append(Client(options))
-        return clients[-1]
-
-    config = TrieConfig(kind="trie", num_store_shards=2)
-    return ClusterMemory(config, TrieMemory(1 << 22, NAMESPACES), FINGERPRINT, VOCAB_SIZE, connect)
+def memory(client: Client) -> ClusterMemory:
+    texts = TrieMemory(1 << 22, [PIECE.namespace])
+    return ClusterMemory(
+        TrieConfig(kind="trie"), texts, FINGERPRINT, VOCAB_SIZE, lambda options: client
+    )
 
 
 def test_a_closing_replica_sends_what_it_learned_last(
     memory: ClusterMemory,
-    clients: list[Client],
+    client: Client,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cluster_memory, "LAST_SEND_S", 60.0)
-    for namespace in NAMESPACES:
-        memory.publish(TextPiece(namespace, "a text", 0, TEXT))
+    memory.publish(PIECE)
     memory.close()
-    assert [client.num_tokens() for client in clients] == [len(TEXT), len(TEXT)]
+    assert client.num_tokens() == len(PIECE.tokens)
     assert not caplog.records
 
 
-def test_a_store_that_hangs_delays_the_close_briefly_and_no_other_store(
+def test_a_store_that_hangs_delays_the_close_briefly(
     memory: ClusterMemory,
-    clients: list[Client],
+    client: Client,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cluster_memory, "LAST_SEND_S", 5.0)  # enough for the other store
-    clients[0].open.clear()
-    for namespace in NAMESPACES:
-        memory.publish(TextPiece(namespace, "a text", 0, TEXT))
+    monkeypatch.setattr(cluster_memory, "LAST_SEND_S", 0.2)
+    client.open.clear()
+    memory.publish(PIECE)
     began = time.monotonic()
     memory.close()
     assert time.monotonic() - began < 15.0
-    assert [client.num_tokens() for client in clients] == [0, len(TEXT)]
+    assert client.num_tokens() == 0
     assert "did not take all that this replica learned last" in caplog.text

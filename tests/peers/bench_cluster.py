@@ -72,7 +72,6 @@ REQUEST_BYTES = 68 * PAGE * -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // PAGE)
 """Bytes of a trie for one request, in whole pages."""
 TOKENS_PER_S = (100, 1000, 5000)
 """Prompt and output tokens per second of each replica."""
-SHARDS = (1, 4)
 PLOT = Path(__file__).parents[2] / "docs/images/cluster.svg"
 
 
@@ -244,7 +243,7 @@ def tabulate(costs: Costs) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     limits = [
         {
             "tokens_per_s_of_a_replica": rate,
-            **{f"replicas_with_{n}_shards": costs.most_replicas(rate, n) for n in SHARDS},
+            "replicas": costs.most_replicas(rate),
         }
         for rate in TOKENS_PER_S
     ]

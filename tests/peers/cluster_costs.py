@@ -59,28 +59,25 @@ class Costs:
     learned_s: float
     record_bytes: float
 
-    def at(self, num_replicas: int, tokens_per_s: float, num_shards: int = 1) -> dict[str, float]:
-        """Costs of a cluster in which each replica reads and writes ``tokens_per_s`` tokens.
-
-        Every replica calls every shard. Each shard has an equal part of the text.
-        """
+    def at(self, num_replicas: int, tokens_per_s: float) -> dict[str, float]:
+        """Costs of a cluster in which each replica reads and writes ``tokens_per_s`` tokens."""
         calls_per_s = num_replicas / LINK.interval_s
         taken_per_s = num_replicas * tokens_per_s / FULL_TOKENS
         come_per_s = taken_per_s * (num_replicas - 1) / num_replicas
         given_per_s = num_replicas * come_per_s
         store = calls_per_s * (self.call_s + self.ray_call_s)
-        store += (taken_per_s * self.taken_s + given_per_s * self.given_s) / num_shards
+        store += taken_per_s * self.taken_s + given_per_s * self.given_s
         return {
             "store_cpus": store,
-            "store_bytes_per_s": given_per_s * self.record_bytes / num_shards,
+            "store_bytes_per_s": given_per_s * self.record_bytes,
             "replica_cpus": come_per_s * (self.kept_s + self.learned_s),
             "replica_bytes_per_s": come_per_s * self.record_bytes,
         }
 
-    def most_replicas(self, tokens_per_s: float, num_shards: int = 1) -> int:
-        """Largest number of replicas with which a shard needs less than one CPU."""
+    def most_replicas(self, tokens_per_s: float) -> int:
+        """Largest number of replicas with which the store needs less than one CPU."""
         number = 1
-        while self.at(number + 1, tokens_per_s, num_shards)["store_cpus"] < 1:
+        while self.at(number + 1, tokens_per_s)["store_cpus"] < 1:
             number += 1
         return number
 

@@ -1,4 +1,4 @@
-"""The memory routes, with real stores in this process and a replica's middleware."""
+"""The memory routes, with real store in this process and a replica's middleware."""
 
 from __future__ import annotations
 
@@ -50,43 +50,31 @@ class Tokenizer:
         return [BEGIN] * add_special_tokens + [ord(each) % 1000 for each in text]
 
 
-class Stores:
-    """Two shards. They answer while ``is_up`` is set."""
+class Store:
+    """The model's store, and a client of it. It answers while ``is_up`` is set."""
 
     def __init__(self) -> None:
-        self.options = [StoreOptions(fingerprint="model", vocab_size=1000, shard=n) for n in (0, 1)]
-        self.stores = {each.name: TrieStore(each) for each in self.options}
+        self.options = StoreOptions(fingerprint="model", vocab_size=1000)
         self.is_up = True
+        self._store = TrieStore(self.options)
 
     def find(self, name: str) -> TrieStore:
+        assert name == self.options.name
         if not self.is_up:
             raise StoreError("no answer within 10 s")
-        return self.stores[name]
+        return self._store
 
-    def connect(self, options: StoreOptions) -> StoreClient:
-        return StoreClient(self, options.name)
+    def exchange(self, request: ExchangeRequest, timeout_s: float = 0.0) -> ExchangeReply:
+        return self.find(self.options.name).exchange(request)
 
     def tokens(self) -> dict[str, int]:
         """Tokens of each namespace."""
-        stats = [each.stats() for each in self.stores.values()]
-        return {name: n for each in stats for name, n in each.tokens_by_namespace.items()}
+        return self._store.stats().tokens_by_namespace
 
     def texts(self, name: str) -> list[list[int]]:
         """The texts of a namespace that a new replica gets."""
-        asked = ExchangeRequest("replica", "", 0, [], 1 << 30)
-        replies = [each.exchange(asked) for each in self.stores.values()]
-        records = [record for each in replies for record in each.records]
+        records = self.exchange(ExchangeRequest("replica", "", 0, [], 1 << 30)).records
         return [each.token_array().tolist() for each in records if each.namespace == name]
-
-
-class StoreClient:
-    """A client of one store."""
-
-    def __init__(self, stores: Stores, name: str) -> None:
-        self._stores, self._name = stores, name
-
-    def exchange(self, request: ExchangeRequest, timeout_s: float) -> ExchangeReply:
-        return self._stores.find(self._name).exchange(request)
 
 
 class Clock:
@@ -99,8 +87,8 @@ class Clock:
 
 
 @pytest.fixture
-def stores() -> Stores:
-    return Stores()
+def store() -> Store:
+    return Store()
 
 
 @pytest.fixture
@@ -109,21 +97,20 @@ def clock() -> Clock:
 
 
 def application(
-    stores: Stores, clock: Clock, keys: list[dict[str, str]] = KEYS, **args: Any
+    store: Store, clock: Clock, keys: list[dict[str, str]] = KEYS, **args: Any
 ) -> ASGIApp:
     http = {"api_keys": keys, **args.pop("http", {})}
     config = parse({"model": {"path": "m"}, "speculation": [{"kind": "trie"}], "http": http} | args)
     api = MemoryApi(
         config,
         lambda: TenantMemory(
-            stores.options,
+            store.options,
             Tokenizer(),
             MAX_TOKENS,
             2 * MAX_TOKENS,
             lambda: ["an-adapter"],
-            stores.connect,
-            stores.find,
-            lambda: list(stores.stores),
+            lambda _: store,
+            store.find,
         ),
         Turns(clock),
     )
@@ -137,8 +124,8 @@ def application(
 
 
 @pytest.fixture
-def client(stores: Stores, clock: Clock) -> TestClient:
-    return TestClient(application(stores, clock), headers=A)
+def client(store: Store, clock: Clock) -> TestClient:
+    return TestClient(application(store, clock), headers=A)
 
 
 def lines(*values: object) -> bytes:
@@ -153,7 +140,7 @@ def error_of(answer: Any, status: int) -> dict[str, Any]:
 
 
 def test_each_form_of_a_line_is_tokenized_like_a_request_and_counted(
-    client: TestClient, stores: Stores
+    client: TestClient, store: Store
 ) -> None:
     body = lines({"text": "ab"}, {"prompt": "c", "completion": "d"}, {"token_ids": [5, 6, 7]})
     answer = client.post(PATH, content=body + b"\n\n")
@@ -164,11 +151,11 @@ def test_each_form_of_a_line_is_tokenized_like_a_request_and_counted(
         "tokens": 2 + 3 + 3,
     }
     expected = [[97, 98], [BEGIN, 99, 100], [5, 6, 7]]
-    assert stores.texts(OWN["team-a"]) == expected
+    assert store.texts(OWN["team-a"]) == expected
 
 
 def test_a_tenant_sees_and_deletes_only_its_own_texts(
-    client: TestClient, stores: Stores, clock: Clock
+    client: TestClient, store: Store, clock: Clock
 ) -> None:
     client.post(PATH, content=lines({"text": "aaa"}))
     client.post(PATH, content=lines({"text": "bb"}), headers=B)
@@ -184,43 +171,26 @@ def test_a_tenant_sees_and_deletes_only_its_own_texts(
         adapted: {"namespace": adapted, "adapter": "an-adapter", "tokens": 1},
     }
     assert client.delete(PATH).json()["forgotten_tokens"] == 4
-    assert stores.tokens() == {OWN["team-b"]: 2}
+    assert store.tokens() == {OWN["team-b"]: 2}
     assert client.get(PATH, headers=B).json()["tokens"] == 2
 
 
-def test_stores_of_an_earlier_configuration_forget_the_texts_too(
-    client: TestClient, stores: Stores
-) -> None:
-    client.post(PATH, content=lines({"text": "aaa"}))
-    for fingerprint, shard in (("model", 2), ("another", 0)):
-        options = StoreOptions(fingerprint=fingerprint, vocab_size=1000, shard=shard)
-        stores.stores[options.name] = store = TrieStore(options)
-        record = Record("replica", 1, 0.0, OWN["team-a"], "text", "s", 0, b"\1\0\0\0", True)
-        store.exchange(ExchangeRequest("replica", "", 0, [record], 0))
-    assert client.get(PATH).json()["tokens"] == 4
-    assert client.delete(PATH).json()["forgotten_tokens"] == 4
-    assert store.stats().tokens_by_namespace == {OWN["team-a"]: 1}
-
-
 @pytest.mark.parametrize("problem", [SnapshotError, StoreError])
-def test_a_failing_store_keeps_no_other_store_from_forgetting(
+def test_texts_are_forgotten_although_the_call_fails(
     client: TestClient,
-    stores: Stores,
+    store: Store,
     monkeypatch: pytest.MonkeyPatch,
     problem: type[Exception],
 ) -> None:
-    record = Record("replica", 1, 0.0, OWN["team-a"], "text", "s", 0, b"\1\0\0\0", True)
-
     def purge(self: TrieStore, namespace: str) -> int:
         forget(self, namespace)
         raise problem("disk full")
 
     forget = TrieStore.purge
     monkeypatch.setattr(TrieStore, "purge", purge)
-    for store in stores.stores.values():
-        store.exchange(ExchangeRequest("replica", "", 0, [record], 0))
+    client.post(PATH, content=lines({"text": "aaa"}))
     assert "disk full" in error_of(client.delete(PATH), 503)["message"]
-    assert stores.tokens() == {}
+    assert store.tokens() == {}
 
 
 @pytest.mark.parametrize(
@@ -234,23 +204,23 @@ def test_a_failing_store_keeps_no_other_store_from_forgetting(
     ],
 )
 def test_an_invalid_line_is_refused_and_nothing_is_stored(
-    client: TestClient, stores: Stores, wrong: bytes, field: str, message: str
+    client: TestClient, store: Store, wrong: bytes, field: str, message: str
 ) -> None:
     body = lines({"text": "a"}) + b"\n" + wrong + b"\n" + lines({"text": "b"})
     error = error_of(client.post(PATH, content=body), 400)
     assert error["param"] == field
     assert error["message"].startswith(f"{field}: {message}")
-    assert stores.tokens() == {}
+    assert store.tokens() == {}
 
 
 @pytest.mark.parametrize("body", [b"", b"\n \n", b"\x00" * 100, bytes(range(256)), b"null"])
-def test_garbage_is_refused(client: TestClient, stores: Stores, body: bytes) -> None:
+def test_garbage_is_refused(client: TestClient, store: Store, body: bytes) -> None:
     error_of(client.post(PATH, content=body), 400)
-    assert stores.tokens() == {}
+    assert store.tokens() == {}
 
 
 def test_a_body_over_a_limit_is_refused_with_the_limit(
-    client: TestClient, stores: Stores, clock: Clock
+    client: TestClient, store: Store, clock: Clock
 ) -> None:
     error = error_of(client.post(PATH, content=b"x" * (MAX_BODY_BYTES + 1)), 413)
     assert str(MAX_BODY_BYTES) in error["message"]
@@ -258,7 +228,7 @@ def test_a_body_over_a_limit_is_refused_with_the_limit(
     many = lines(*([{"text": "a"}] * MAX_LINES))
     error = error_of(client.post(PATH, content=many + b"\n" + lines({"text": "b"})), 413)
     assert str(MAX_LINES) in error["message"]
-    assert stores.tokens() == {}
+    assert store.tokens() == {}
     clock.now += 3600
     assert client.post(PATH, content=many).json()["lines"] == MAX_LINES
 
@@ -267,7 +237,7 @@ def test_a_body_over_a_limit_is_refused_with_the_limit(
     ("next_messages", "status"), [([{"type": "http.disconnect"}], 499), ([], 408)]
 )
 def test_nothing_is_stored_from_an_incomplete_body(
-    stores: Stores,
+    store: Store,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
     next_messages: list[Message],
@@ -292,17 +262,17 @@ def test_nothing_is_stored_from_an_incomplete_body(
         sent.append(message)
 
     async def run() -> None:
-        await application(stores, clock)(scope, receive, send)
+        await application(store, clock)(scope, receive, send)
 
     asyncio.run(run())
     assert sent[0]["status"] == status
-    assert stores.tokens() == {}
+    assert store.tokens() == {}
 
 
 def test_a_call_keeps_its_turn_until_its_texts_are_written(clock: Clock) -> None:
     has_begun, may_end = threading.Event(), threading.Event()
 
-    class SlowStores(Stores):
+    class SlowStores(Store):
         def find(self, name: str) -> TrieStore:
             has_begun.set()
             may_end.wait(60)
@@ -347,9 +317,9 @@ def test_a_burst_of_small_calls_is_allowed(client: TestClient) -> None:
     assert num_free == BURST_S * BYTES_PER_S / CALL_BYTES + 1
 
 
-def test_each_tenant_has_one_call_at_a_time(stores: Stores, clock: Clock) -> None:
+def test_each_tenant_has_one_call_at_a_time(store: Store, clock: Clock) -> None:
     async def run() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(application(stores, clock))
+        transport = httpx.ASGITransport(application(store, clock))
         async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
             body = lines({"text": "abc"})
             calls = [client.post(PATH, content=body, headers=each) for each in [A, B] * 10]
@@ -359,20 +329,20 @@ def test_each_tenant_has_one_call_at_a_time(stores: Stores, clock: Clock) -> Non
     assert sorted(each.status_code for each in answers) == [200] * 2 + [429] * 18
     late = next(each for each in answers if each.status_code == 429)
     assert late.headers["Retry-After"] == "7"
-    assert stores.tokens() == dict.fromkeys(OWN.values(), 3)
+    assert store.tokens() == dict.fromkeys(OWN.values(), 3)
 
 
 def test_calls_get_503_while_the_stores_do_not_answer(
-    client: TestClient, stores: Stores, clock: Clock
+    client: TestClient, store: Store, clock: Clock
 ) -> None:
     client.post(PATH, content=lines({"text": "abc"}))
     clock.now += 1
-    stores.is_up = False
+    store.is_up = False
     for method in ("POST", "GET", "DELETE"):
         answer = client.request(method, PATH, content=lines({"text": "d"}))
         assert "the draft memory: no answer within 10 s" in error_of(answer, 503)["message"]
         assert answer.headers["Retry-After"] == "7"
-    stores.is_up = True
+    store.is_up = True
     clock.now += 1
     assert client.get(PATH).json()["tokens"] == 3
 
@@ -386,11 +356,11 @@ def test_calls_get_503_while_the_stores_do_not_answer(
     ],
 )
 def test_a_query_may_only_name_the_adapter_of_new_texts(
-    client: TestClient, stores: Stores, method: str, params: dict[str, str], allowed: str
+    client: TestClient, store: Store, method: str, params: dict[str, str], allowed: str
 ) -> None:
     answer = client.request(method, PATH, params=params, content=lines({"text": "a"}))
     assert error_of(answer, 400)["message"].endswith(f"allowed: {allowed}")
-    assert stores.tokens() == {}
+    assert store.tokens() == {}
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
@@ -408,28 +378,28 @@ def test_a_query_may_only_name_the_adapter_of_new_texts(
     ],
 )
 def test_the_answer_of_a_disabled_api_names_the_field(
-    stores: Stores, clock: Clock, method: str, args: dict[str, Any], status: int, message: str
+    store: Store, clock: Clock, method: str, args: dict[str, Any], status: int, message: str
 ) -> None:
-    client = TestClient(application(stores, clock, **args), headers=A)
+    client = TestClient(application(store, clock, **args), headers=A)
     answer = client.request(method, PATH, content=lines({"text": "a"}))
     assert message in error_of(answer, status)["message"]
-    assert stores.tokens() == {}
+    assert store.tokens() == {}
 
 
 def test_without_keys_the_api_can_be_enabled_for_the_whole_memory(
-    stores: Stores, clock: Clock
+    store: Store, clock: Clock
 ) -> None:
-    app = application(stores, clock, keys=[], http={"memory_api": "always"})
+    app = application(store, clock, keys=[], http={"memory_api": "always"})
     client = TestClient(app)
     assert client.post(PATH, content=lines({"text": "abc"})).status_code == 200
-    assert stores.tokens() == {namespace("model"): 3}
+    assert store.tokens() == {namespace("model"): 3}
     assert client.delete(PATH).json()["forgotten_tokens"] == 3
 
 
-def test_tenants_can_fill_but_not_delete_a_shared_memory(stores: Stores, clock: Clock) -> None:
+def test_tenants_can_fill_but_not_delete_a_shared_memory(store: Store, clock: Clock) -> None:
     shared = [{"kind": "trie", "share_tenants": True}]
-    client = TestClient(application(stores, clock, speculation=shared), headers=A)
+    client = TestClient(application(store, clock, speculation=shared), headers=A)
     assert client.post(PATH, content=lines({"text": "abc"})).status_code == 200
     assert client.get(PATH, headers=B).json()["tokens"] == 3
     assert "share_tenants" in error_of(client.delete(PATH), 403)["message"]
-    assert stores.tokens() == {namespace("model"): 3}
+    assert store.tokens() == {namespace("model"): 3}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from itertools import combinations
 
-from specserve.trie.namespaces import is_part_of, label, namespace, shard_of, tenant_half
+from specserve.trie.namespaces import is_part_of, label, namespace, tenant_half
 
 
 def test_the_same_names_give_the_same_namespace() -> None:
@@ -42,11 +42,3 @@ def test_a_label_depends_on_the_key() -> None:
         re.findall("[0-9a-f]{16}", label(name, b"key"))
     )
     assert label(name, b"") == name
-
-
-def test_namespaces_are_spread_evenly_over_the_stores() -> None:
-    names = [namespace("m", "", f"tenant-{number}") for number in range(400)]
-    shards = [shard_of(name, 4) for name in names]
-    assert shards == [shard_of(name, 4) for name in names]
-    assert all(60 < shards.count(shard) < 140 for shard in range(4))
-    assert {shard_of(name, 1) for name in names} == {0}

@@ -253,13 +253,12 @@ def test_stats_count_the_held_tokens(store: TrieStore) -> None:
     assert 0 < stats.num_bytes < stats.max_bytes
 
 
-def test_each_model_and_shard_has_its_own_name_and_snapshot() -> None:
+def test_each_model_has_its_own_name_and_snapshot() -> None:
     kinds = [
-        StoreOptions(fingerprint=fingerprint, vocab_size=9, shard=shard, snapshot_url="s3://b/f/")
+        StoreOptions(fingerprint=fingerprint, vocab_size=9, snapshot_url="s3://b/f/")
         for fingerprint in ("a", "b")
-        for shard in (0, 1)
     ]
-    assert len({each.name for each in kinds}) == 4
+    assert len({each.name for each in kinds}) == 2
     assert [each.snapshot_file for each in kinds] == [f"s3://b/f/{k.name}.snapshot" for k in kinds]
 
 
