@@ -32,7 +32,7 @@ from specserve.serve.memory import (
 from specserve.serve.middleware import RetryAfterMiddleware, answer_http_error
 from specserve.serve.tenants import TenantMiddleware, read_keys
 from specserve.trie.namespaces import namespace
-from specserve.trie.records import ExchangeReply, ExchangeRequest, Record
+from specserve.trie.records import ExchangeReply, ExchangeRequest
 from specserve.trie.store import StoreOptions, TrieStore
 
 PATH = "/v1/speculation/memory"
