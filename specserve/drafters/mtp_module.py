@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specserve.drafters.experts import MixtureOfExperts
+from specserve.drafters.experts import mixture_of_experts
 from specserve.drafters.kv_cache import Packed
 from specserve.drafters.latent_attention import LatentAttention
 from specserve.drafters.mtp_weights import MtpWeights
@@ -38,7 +38,7 @@ class MtpModule:
         self._join = laid_out(weights.get("eh_proj.weight", width, 2 * width))
         self._input_norm = weights.get("input_layernorm.weight", width)
         self._mlp_norm = weights.get("post_attention_layernorm.weight", width)
-        self._experts = MixtureOfExperts(config, weights.part("mlp"))
+        self._experts = mixture_of_experts(config, weights.part("mlp"))
         self._norm = weights.get("shared_head.norm.weight", width)
         self._head = laid_out(weights.head(vocab, width))
         # Last, because it checks its cache against the memory that is left.
@@ -74,7 +74,7 @@ class MtpModule:
         lasts, spans = packed.lasts[:num_wanted], packed.spans[:num_wanted]
         x = x[lasts]
         x += self.attention.read(normed[lasts], spans, packed.positions[lasts])
-        x += self._experts.forward(self._rms(x, self._mlp_norm))
+        x += self._experts(self._rms(x, self._mlp_norm))
         return self._rms(x, self._norm)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -14,6 +14,18 @@ class GivenWeights:
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
+        first = next(iter(tensors.values()))
+        self.dtype, self.device = first.dtype, first.device
+
+    def part(self, name: str) -> GivenWeights:
+        prefix = f"{name}."
+        return GivenWeights(
+            {
+                each.removeprefix(prefix): tensor
+                for each, tensor in self._tensors.items()
+                if each.startswith(prefix)
+            }
+        )
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         tensor = self._tensors[name]
