@@ -21,19 +21,10 @@ from specserve.drafters.actor import (
     Seat,
     SharedDrafters,
 )
-from specserve.drafters.options import FAILED_BACKOFF_S, DrafterOptions
+from specserve.drafters.options import FAILED_BACKOFF_S
+from tests.drafters.options import options_of
 
-OPTIONS = DrafterOptions(
-    kind="mtp",
-    model="m",
-    revision="",
-    max_texts=1,
-    max_tokens=64,
-    dtype="auto",
-    num_cpus=0.5,
-    num_gpus=1.0,
-    resources={"drafters": 1.0},
-)
+OPTIONS = replace(options_of("m"), num_cpus=0.5, num_gpus=1.0, resources={"drafters": 1.0})
 NUM_ACTORS = 3
 LOADING = GetTimeoutError("not ready")
 

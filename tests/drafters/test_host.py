@@ -14,27 +14,16 @@ import pytest
 
 from specserve.core.errors import EngineError
 from specserve.drafters.host import HostedDrafter
-from specserve.drafters.options import DrafterOptions
 from specserve.wire.endpoint import Endpoint
 from tests.drafters.fakes import WAIT_S
+from tests.drafters.options import options_of
 from tests.integration.cluster import eventually
 
 MODELS = Path(__file__).parents[2] / "configs/models"
 
 
 def hosted(model: Path, gpu: str = "") -> HostedDrafter:
-    options = DrafterOptions(
-        kind="draft_model",
-        model=str(model),
-        revision="",
-        max_texts=1,
-        max_tokens=64,
-        dtype="auto",
-        num_cpus=1.0,
-        num_gpus=0.0,
-        resources={},
-    )
-    return HostedDrafter(options, gpu)
+    return HostedDrafter(options_of(str(model)), gpu)
 
 
 @pytest.fixture

@@ -8,29 +8,16 @@ import numpy as np
 import pytest
 
 from specserve.drafters.base import Row
-from specserve.drafters.options import DrafterOptions, load
+from specserve.drafters.options import load
+from tests.drafters.options import options_of
 
 MODELS = Path(__file__).parents[2] / "configs/models"
-
-
-def options_of(kind: str, model: str, max_tokens: int) -> DrafterOptions:
-    return DrafterOptions(
-        kind=kind,
-        model=str(MODELS / model),
-        revision="",
-        max_texts=1,
-        max_tokens=max_tokens,
-        dtype="auto",
-        num_cpus=1.0,
-        num_gpus=0.0,
-        resources={},
-    )
 
 
 @pytest.mark.parametrize("max_tokens", [2, 300])
 @pytest.mark.parametrize(("kind", "model"), [("draft_model", "demo-draft"), ("mtp", "demo-base")])
 def test_the_warm_up_of_load_leaves_no_text(kind: str, model: str, max_tokens: int) -> None:
-    drafter = load(options_of(kind, model, max_tokens))
+    drafter = load(options_of(str(MODELS / model), kind, max_tokens))
     width = drafter.card.hidden_size
     row = Row(
         key=(b"a", 1),
@@ -50,7 +37,7 @@ from specserve.drafters import options
 sys.stderr = io.StringIO()
 options.MAX_WARM_UP_S = 1
 options._warm_up = lambda drafter: time.sleep(60)
-options.load(options.{options_of("draft_model", "demo-draft", 64)!r})
+options.load(options.{options_of(str(MODELS / "demo-draft"))!r})
 """
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -40,18 +40,6 @@ def test_a_folder_without_a_model_is_left_for_the_drafter_to_refuse(tmp_path: Pa
     assert options(tmp_path).content == ""
 
 
-def test_a_local_drafter_on_the_targets_gpu_starts_after_the_engine_measured_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HostedDrafter, "__call__", lambda self: "tcp://drafter")
-    config = DraftModelConfig(kind="draft_model", model=str(tmp_path), num_gpus=0.1)
-    is_warm = threading.Event()
-    find = drafter_finder(ModelConfig(path="m"), "", 64, [], is_warm, iter(()), config)
-    assert find() is None
-    is_warm.set()
-    assert find() == "tcp://drafter"
-
-
 @pytest.mark.parametrize(
     ("visible", "count", "spare"),
     [

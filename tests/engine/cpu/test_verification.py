@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -134,19 +134,6 @@ def test_a_greedy_request_beside_a_sampled_one_gets_the_likeliest_token() -> Non
     assert [each[0] for each in written[1::2]] != most_likely[1::2]
 
 
-def test_a_seed_gives_the_same_tokens_in_any_batch() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(4, VOCAB_SIZE)
-
-    def written(others: int) -> list[int]:
-        rows = torch.cat([torch.randn(others, VOCAB_SIZE), logits])
-        generators = {others: torch.Generator().manual_seed(7)}
-        drafts = [[1]] * others + [logits.argmax(-1).tolist()]
-        return verify(drafts, rows, [1.0] * (others + 1), generators)[-1]
-
-    assert written(0) == written(3) == written(1)
-
-
 def step(
     drafts: Sequence[Sequence[int]],
     logits: torch.Tensor,
@@ -268,15 +255,19 @@ def test_a_seed_gives_the_same_token_beside_any_drafts() -> None:
     assert step([[1, 2], []], rows, [1.0, 1.0], generators=seeded(1))[1] == [token]
 
 
-def test_a_seed_gives_the_same_step_in_any_batch() -> None:
+@pytest.mark.parametrize(("write", "num_bonus_rows"), [(verify, 0), (step, 1)])
+def test_a_seed_gives_the_same_tokens_in_any_batch(
+    write: Callable[..., list[list[int]]], num_bonus_rows: int
+) -> None:
     torch.manual_seed(0)
-    logits = torch.randn(3, VOCAB_SIZE)
+    logits = torch.randn(4, VOCAB_SIZE)
+    draft = logits.argmax(-1).tolist()[: 4 - num_bonus_rows]
 
     def written(others: int) -> list[int]:
-        rows = torch.cat([torch.randn(2 * others, VOCAB_SIZE), logits])
+        rows = torch.cat([torch.randn((1 + num_bonus_rows) * others, VOCAB_SIZE), logits])
         generators = {others: torch.Generator().manual_seed(7)}
-        drafts = [[1]] * others + [logits.argmax(-1).tolist()[:2]]
-        return step(drafts, rows, [1.0] * (others + 1), generators=generators)[-1]
+        drafts = [[1]] * others + [draft]
+        return write(drafts, rows, [1.0] * (others + 1), generators=generators)[-1]
 
     assert written(0) == written(3) == written(1)
 
