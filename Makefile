@@ -92,6 +92,7 @@ lint: setup
 # processes; those that share deployments stay in one. tests/tiers.py says what is left out of which.
 test-all: export MARKED = -m 'not alone'
 test-all: export SPECSERVE_FUZZ_CASES ?= 10000
+test: export SPECSERVE_FUZZ_SEED ?= 1
 test test-all: tools setup
 	@$(MAKE) --no-print-directory -j 2 lint quick
 	@$(BIN)/pytest tests/integration $(MARKED) --numprocesses 2 --dist loadscope --durations 30

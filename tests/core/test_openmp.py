@@ -22,6 +22,7 @@ for start, end, eligible in entry.findall(open("/proc/self/smaps").read()):
 """Prints 1 if Linux may place a tensor in huge pages. Whether it does depends on free memory."""
 
 
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="the kernel has no transparent huge pages")
 @pytest.mark.parametrize("is_on", [True, False])
 def test_large_tensors_may_be_in_huge_pages_unless_the_user_switches_them_off(
     is_on: bool, monkeypatch: pytest.MonkeyPatch
