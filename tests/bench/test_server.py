@@ -133,11 +133,11 @@ def test_a_server_without_token_ids_is_refused() -> None:
 
 
 def test_a_checkpoints_sampling_defaults_are_overridden() -> None:
-    options = request_options(Sampling(max_tokens=4))
+    options = request_options(Sampling(max_tokens=4, temperature=1.0))
     its_own = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5}
     its_own |= {"min_p": 0.1, "top_k": 5, "top_p": 0.5, "temperature": 0.7}
     asked = CompletionRequest(prompt=[1], **options).to_sampling_params(4, its_own)
-    neutral = SamplingParams(temperature=0.0)
+    neutral = SamplingParams(temperature=1.0)  # a greedy request ignores top_k, top_p and min_p
     for name in its_own:
         assert getattr(asked, name) == getattr(neutral, name), name
 

@@ -15,11 +15,13 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from specserve.core.errors import EngineError
 from specserve.drafters.actor import (
     FIND_S,
+    IDLE_S,
     PENDING_S,
     SILENT_S,
     DrafterFinder,
     Seat,
     SharedDrafters,
+    _DrafterActor,
 )
 from specserve.drafters.options import FAILED_BACKOFF_S
 from tests.drafters.options import options_of
@@ -195,6 +197,34 @@ def test_a_silent_drafter_has_one_pending_call(
     assert len(calls) == 1
     assert drafters.ask(0).address == "there again"
     assert len(calls) == 2
+
+
+class IdleServer:
+    """A drafter's server that hears from its replicas at these times, in seconds."""
+
+    HELLOS = (0.0, 30.0, 80.0)
+    now = 0.0
+
+    @property
+    def idle_s(self) -> float:
+        return self.now - max(each for each in self.HELLOS if each <= self.now)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_drafter_ends_a_minute_after_the_last_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = IdleServer()
+    killed: list[tuple[str, bool]] = []
+    monkeypatch.setattr("specserve.drafters.actor.time.sleep", server.sleep)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="itself"))
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append((actor, no_restart)))
+    drafter = _DrafterActor.__new__(_DrafterActor)
+    vars(drafter)["_server"] = server
+    drafter._end_when_idle()
+    assert killed == [("itself", True)]
+    assert IDLE_S <= server.idle_s <= IDLE_S + 5.0
+    assert server.now > server.HELLOS[-1]
 
 
 def test_other_weights_give_another_name() -> None:

@@ -97,13 +97,13 @@ def checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specserve.engine.source_context.model_identity", lambda _: "a model")
 
 
-def hook_of(config: AppConfig) -> ProposerHook:
+def hook_of(config: AppConfig, draft_metrics: str = "none") -> ProposerHook:
     vllm_config: Any = SimpleNamespace(
         additional_config={"specserve": config.model_dump(mode="json")},
         model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: 100),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
-        observability_config=SimpleNamespace(per_request_spec_decode_metrics="none"),
-        lora_config=None,
+        observability_config=SimpleNamespace(per_request_spec_decode_metrics=draft_metrics),
+        lora_config=SimpleNamespace(max_cpu_loras=1),
     )
     return ProposerHook(vllm_config)
 
@@ -179,6 +179,18 @@ def test_outcomes_are_returned_once_and_only_for_requests_that_ask(hook: Propose
     assert hook.take_outcomes() == {}
     hook.forget(["a"])
     assert not hook._reporting
+
+
+def test_every_request_reports_its_outcomes_if_the_engine_is_to_report_them(
+    config: AppConfig,
+) -> None:
+    hook = hook_of(config, "api")
+    runner = Runner(a=REPEATING)
+    hook.attach(runner)
+    _step(hook, runner, [[4]])
+    _append(runner, 0, [1, 2, 9])
+    _step(hook, runner, [[1, 2, 9]], a=[1, 2, 3, 4])
+    assert hook.take_outcomes() == {"a": ("ngram", 4, 2)}
 
 
 def test_a_draft_is_kept_for_a_request_that_was_not_scheduled(hook: ProposerHook) -> None:
@@ -460,6 +472,21 @@ def test_the_time_of_a_step_excludes_the_idle_steps_before_it(
     assert seen == [0.5]
 
 
+def test_the_cost_is_of_steps_without_prefill(
+    hook: ProposerHook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(a=REPEATING, b=REPEATING)
+    hook.attach(runner)
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(hook._chain.cost, "observe", lambda *observed: seen.append(observed[:2]))
+    _step(hook, runner, [[4], [4]])
+    for num_prefill_tokens in (0, 1, 0):
+        scheduled = _scheduled(runner, a=[1, 2, 3, 4])
+        scheduled.total_num_scheduled_tokens += num_prefill_tokens
+        hook.propose_draft_token_ids(scheduled, [[1], [4]], None, None)
+    assert seen == [(2, 4), (2, 4)]
+
+
 def with_memory(*tenants: str) -> ProposerHook:
     """A hook whose source is a trie, where these tenants have keys."""
     keys = [{"env": f"{name}_KEY", "tenant": name} for name in tenants]
@@ -496,6 +523,16 @@ def test_an_external_text_is_drafted_for_its_tenant_only() -> None:
     hook.attach(runner)
     hook.learn(TEXT, 4, {})
     hook.learn(TEXT, 4, tenant_fields("b"))
+    assert _step(hook, runner, [[TEXT[3]]] * 2) == [[], TEXT[4:]]
+
+
+@pytest.mark.usefixtures("checkpoint")
+def test_an_external_text_is_drafted_for_its_adapter_only() -> None:
+    hook = with_memory()
+    runner = Runner(a=TEXT[:4], b=TEXT[:4])
+    runner.requests["b"].lora_request = SimpleNamespace(lora_name="an-adapter")
+    hook.attach(runner)
+    hook.learn(TEXT, 4, {}, "an-adapter")
     assert _step(hook, runner, [[TEXT[3]]] * 2) == [[], TEXT[4:]]
 
 

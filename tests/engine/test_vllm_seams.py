@@ -48,6 +48,7 @@ from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.worker_base import WorkerBase
 
 from specserve.core.source_config import MAX_DRAFT_TOKENS
 from specserve.engine.cpu.mla import VerifyingMetadataBuilder
@@ -94,8 +95,8 @@ def test_a_custom_proposer_is_built_from_a_class_name_and_the_config() -> None:
     assert parameters(ProposerHook) == ["vllm_config"]
     body = source(create_custom_proposer)
     assert "(vllm_config)" in body
-    for method in ("propose", "load_model"):
-        assert callable(getattr(ProposerHook, method))
+    assert "self.drafter.load_model(self.model)" in source(GPUModelRunner)
+    assert callable(ProposerHook.propose)
 
 
 def test_the_hook_proposes_drafts_with_the_model_runners_arguments() -> None:
@@ -145,10 +146,17 @@ def test_the_scheduler_adds_no_placeholders_with_a_table_of_lengths() -> None:
     assert "self.max_num_running_reqs = self.scheduler_config.max_num_seqs" in text
 
 
-def test_requests_carry_our_controls_and_the_options_that_forbid_drafts() -> None:
-    params = SamplingParams(min_p=0.1, logit_bias={1: 2.0}, extra_args={"speculation": "off"})
-    assert (params.min_p, params.logit_bias) == (0.1, {1: 2.0})
-    assert params.extra_args == {"speculation": "off"}
+@pytest.mark.parametrize(("ignore_eos", "end"), [(False, 7), (True, None)])
+def test_requests_have_the_parameters_that_the_hook_reads(
+    ignore_eos: bool, end: int | None
+) -> None:
+    params = SamplingParams(ignore_eos=ignore_eos)
+    params.update_from_generation_config({}, eos_token_id=7)
+    assert params.eos_token_id == end
+    assert {
+        *("max_tokens", "min_tokens", "stop_token_ids", "extra_args"),
+        *("min_p", "logit_bias", "thinking_token_budget"),
+    } <= set(SamplingParams.__struct_fields__)
 
 
 def test_a_model_that_generates_gets_no_requests_without_sampling_parameters() -> None:
@@ -199,9 +207,11 @@ def test_the_workers_methods_take_what_the_mixin_passes_on() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
     assert parameters(Worker.init_device) == parameters(SpeculationMixin.init_device) == ["self"]
-    assert parameters(Worker.execute_model)[:2] == ["self", "scheduler_output"]
-    assert parameters(Worker.compile_or_warm_up_model) == ["self"]
-    assert "self.rank" in source(Worker) or "rank" in parameters(Worker.__init__)
+    assert parameters(Worker.execute_model) == ["self", "scheduler_output"]
+    assert parameters(Worker.sample_tokens) == ["self", "grammar_output"]
+    for method in ("compile_or_warm_up_model", "take_draft_token_ids", "shutdown"):
+        assert parameters(getattr(Worker, method)) == ["self"]
+    assert "self.rank = rank" in source(WorkerBase.__init__)
 
 
 def test_the_method_that_our_executor_replaces_reads_remote_queues() -> None:

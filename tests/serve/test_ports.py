@@ -55,6 +55,7 @@ def test_a_port_that_becomes_free_in_time_is_waited_for(listener: socket.socket)
     timer = threading.Timer(0.3, listener.close)
     timer.start()
     require_free([port_of(listener)], wait_s=30)
+    assert listener.fileno() == -1  # closed by now
     timer.join()
 
 
