@@ -64,6 +64,7 @@ def test_json_schemas() -> None:
     assert schema(node | {"required": ["v", "next"]}) == inf
     pattern = {"type": "string", "pattern": "^(ab){7}c+$"}
     assert 15 <= schema(pattern) <= 17
+    assert schema({"type": "string", "pattern": "^[^a]{9}x?$"}) == 11
 
 
 def test_tags_in_free_text() -> None:
