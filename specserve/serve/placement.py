@@ -17,23 +17,35 @@ from specserve.core.config import PlacementConfig
 from specserve.core.errors import PlacementError
 from specserve.serve.plan import Node, describe, shortage
 
+HERE_S = 5.0
+"""Seconds that Ray has to place a group whose first bundle must be on the caller's node."""
+
 
 async def reserve(
     placement: PlacementConfig, bundle: dict[str, float], num_shards: int
 ) -> PlacementGroup:
     """Reserves ``num_shards`` bundles; they are freed when the calling actor ends.
 
-    One bundle, or all with ``STRICT_PACK``, are placed on the caller's node if it has enough free
-    resources. Then a failing node ends one replica, and messages to the shards stay on the node.
+    The caller's node gets one bundle, or all with ``STRICT_PACK``, if it has enough free resources;
+    and the first of a group that fits on no single node. Then fewer nodes can end the replica.
 
     Raises:
         PlacementError: the bundles did not fit within ``placement.timeout_s`` seconds. The message
             says what was requested and what the cluster has.
     """
+    bundles, strategy = [dict(bundle)] * num_shards, placement.strategy
     # For one bundle the strategy does not matter; only STRICT_PACK accepts a preferred node.
-    strategy = "STRICT_PACK" if num_shards == 1 else placement.strategy
-    here = ray.get_runtime_context().get_node_id() if strategy == "STRICT_PACK" else None
-    group = placement_group([dict(bundle)] * num_shards, strategy, _soft_target_node_id=here)
+    if num_shards == 1 or strategy == "STRICT_PACK":
+        node_id = ray.get_runtime_context().get_node_id()
+        group = placement_group(bundles, "STRICT_PACK", _soft_target_node_id=node_id)
+    else:
+        spans = all(shortage(bundles, [node]) for node in running_nodes())
+        # Ray first places the bundle with the most resources, and only this node has this one.
+        here = {f"node:{ray.util.get_node_ip_address()}": 0.001} if spans else {}
+        group = placement_group([bundle | here, *bundles[1:]], strategy)
+        if spans and not await asyncio.to_thread(group.wait, HERE_S):
+            remove_placement_group(group)
+            group = placement_group(bundles, strategy)
     if await asyncio.to_thread(group.wait, placement.timeout_s):
         return group
     remove_placement_group(group)

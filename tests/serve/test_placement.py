@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,29 +13,58 @@ import ray
 from specserve.core.config import PlacementConfig
 from specserve.serve import placement as module
 from specserve.serve.placement import reserve
+from specserve.serve.plan import Node
+
+HERE = {"node:10.0.0.1": 0.001}
+
+
+class Groups:
+    """Fake placement groups on nodes of 8 CPUs; ``fits`` tells whether a first bundle fits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fits: Callable[[Any], bool]) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.removed: list[Any] = []
+        self._fits = fits
+        context = SimpleNamespace(get_node_id=lambda: "here")
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+        monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+        monkeypatch.setattr(module, "running_nodes", lambda: [Node("a", {"CPU": 8.0})] * 3)
+        monkeypatch.setattr(module, "placement_group", self._make)
+        monkeypatch.setattr(module, "remove_placement_group", self.removed.append)
+
+    def _make(self, bundles: Any, strategy: str, _soft_target_node_id: str = "") -> Any:
+        self.asked.append((bundles, strategy, _soft_target_node_id))
+        return SimpleNamespace(wait=lambda _: self._fits(bundles[0]), number=len(self.asked))
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_shards", "asked"),
+    ("strategy", "num_shards", "first", "asked"),
     [
-        ("PACK", 1, ("STRICT_PACK", "here")),
-        ("SPREAD", 1, ("STRICT_PACK", "here")),
-        ("STRICT_PACK", 8, ("STRICT_PACK", "here")),
-        ("PACK", 8, ("PACK", None)),
-        ("STRICT_SPREAD", 2, ("STRICT_SPREAD", None)),
+        ("PACK", 1, {}, ("STRICT_PACK", "here")),
+        ("SPREAD", 1, {}, ("STRICT_PACK", "here")),
+        ("STRICT_PACK", 8, {}, ("STRICT_PACK", "here")),
+        ("PACK", 8, {}, ("PACK", "")),
+        ("PACK", 9, HERE, ("PACK", "")),
+        ("SPREAD", 24, HERE, ("SPREAD", "")),
     ],
 )
-def test_shards_of_one_node_are_on_the_replicas_node_if_it_has_room(
-    strategy: Any, num_shards: int, asked: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
+def test_a_shard_is_on_the_replicas_node_unless_another_node_may_hold_all(
+    strategy: Any,
+    num_shards: int,
+    first: dict[str, float],
+    asked: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[Any] = []
-
-    def make(bundles: list[Any], strategy: str, _soft_target_node_id: str | None = None) -> Any:
-        made.append((len(bundles), strategy, _soft_target_node_id))
-        return SimpleNamespace(wait=lambda timeout_s: True)
-
-    context = SimpleNamespace(get_node_id=lambda: "here")
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(module, "placement_group", make)
+    groups = Groups(monkeypatch, lambda _: True)
     asyncio.run(reserve(PlacementConfig(strategy=strategy), {"CPU": 1.0}, num_shards))
-    assert made == [(num_shards, *asked)]
+    others = [{"CPU": 1.0}] * (num_shards - 1)
+    assert groups.asked == [([{"CPU": 1.0, **first}, *others], *asked)]
+    assert not groups.removed
+
+
+def test_no_shard_is_there_if_that_node_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = Groups(monkeypatch, lambda bundle: bundle.keys().isdisjoint(HERE))
+    group: Any = asyncio.run(reserve(PlacementConfig(strategy="PACK"), {"CPU": 1.0}, 9))
+    assert groups.asked[1] == ([{"CPU": 1.0}] * 9, "PACK", "")
+    assert group.number == 2
+    assert [removed.number for removed in groups.removed] == [1]
