@@ -16,6 +16,8 @@ from tests.integration.cluster import Cluster, Deployment, serve_run
 
 HEAD, WORKER = "198.18.0.1", "198.18.0.2"
 PORT = 8000
+DRAIN_S = 130
+"""Longest drain of the worker in seconds, as in deploy/compose.worker.yaml."""
 TOKEN = "a token that only the tests know"
 SMALL = ("--num-cpus", "2", "--num-gpus", "0", "--object-store-memory", str(100 << 20))
 ROOT = Path(__file__).parents[2]
@@ -74,12 +76,13 @@ class TwoHosts(Cluster):
 
     def start_worker(self, *wrapper: str) -> None:
         """Starts the worker, inside a wrapper command if given, and waits until it is alive."""
-        self._start_host(*self.on(self.worker, *wrapper, "deploy/worker.sh", HEAD))
+        drains = f"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S={DRAIN_S}"
+        self._start_host(*self.on(self.worker, "env", drains, *wrapper, "deploy/worker.sh", HEAD))
 
-    def stop_worker(self) -> None:
+    def stop_worker(self, timeout_s: float = 60) -> None:
         """Stops the worker."""
         self._heads[-1].terminate()
-        self.await_worker_ended(60)
+        self.await_worker_ended(timeout_s)
 
     def await_worker_ended(self, timeout_s: float) -> None:
         """Waits until the worker's script has ended."""

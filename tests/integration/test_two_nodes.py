@@ -19,7 +19,15 @@ from specserve.engine.generation import Job, Sampling
 from specserve.engine.methods import parse_method
 from tests.integration.api import MODEL, Api, StreamError
 from tests.integration.cluster import READY_S, eventually, is_healthy, model_path
-from tests.integration.hosts import HEAD, ROOT, WORKER, HostsDeployment, NoHostsError, TwoHosts
+from tests.integration.hosts import (
+    DRAIN_S,
+    HEAD,
+    ROOT,
+    WORKER,
+    HostsDeployment,
+    NoHostsError,
+    TwoHosts,
+)
 from tests.integration.running import running_stream
 
 pytestmark = pytest.mark.timeout(1500)
@@ -60,6 +68,7 @@ def content(hosts: TwoHosts) -> dict[str, Any]:
     args["model"]["path"] = str(shutil.copytree(model_path("demo-base"), hosts.folder / "model"))
     args["engine"] |= {"dtype": "float32", "kv_cache_memory_bytes": 256 << 20}
     args["placement"]["timeout_s"] = 10.0
+    args["http"]["drain_timeout_s"] = DRAIN_S - 20
     return content
 
 
@@ -179,6 +188,18 @@ def test_a_2_s_link_failure_only_delays_requests(
     with running_stream(api, **LONG | {"max_tokens": 100}) as outcome, hosts.cut(2):
         assert outcome(120) is None
     assert pids(app) == before
+
+
+def test_a_drained_host_ends_its_requests_and_the_replica_is_rebuilt(
+    api: Api, app: HostsDeployment, hosts: TwoHosts, tokens_of_one_shard: list[tuple[int, ...]]
+) -> None:
+    before = pids(app)
+    with running_stream(api, **LONG | {"max_tokens": 800}) as outcome:
+        hosts.stop_worker(DRAIN_S - 10)
+        assert outcome(10) is None
+    hosts.start_worker()
+    await_rebuilt(app, before)
+    assert tokens(api) == tokens_of_one_shard
 
 
 def test_a_30_s_link_failure_fails_requests_and_the_replica_is_rebuilt(
