@@ -53,7 +53,6 @@ from specserve.engine.tenants import (
     tenant_fields,
 )
 from specserve.engine.text_generator import TextGenerator
-from specserve.engine.text_request import TextEngine
 from specserve.sources.controls import own_fields
 
 logger = logging.getLogger(__name__)
@@ -131,8 +130,8 @@ class Engine:
         app.state.server = SimpleNamespace(should_exit=False)
         return app
 
-    def text_engine(self, app: FastAPI) -> TextEngine:
-        """The engine interface of the generation API."""
+    def text_generator(self, app: FastAPI) -> TextGenerator:
+        """The engine of the generation API."""
         handler = app.state.openai_serving_completion
         return TextGenerator(
             self._llm,

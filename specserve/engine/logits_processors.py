@@ -20,7 +20,7 @@ from transformers import (
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from specserve.engine.text_request import TextRequest
+from specserve.engine.text_request import Parameters
 from specserve.sources.controls import SERVER_PREFIX
 
 _TYPICAL = f"{SERVER_PREFIX}typical"
@@ -30,12 +30,12 @@ GREEN_SHARE, GREEN_BIAS, HASH_KEY = 0.5, 2.0, 15_485_863
 """Values of Text Generation Inference, so that its watermark detectors work."""
 
 
-def extra_args(request: TextRequest) -> dict[str, Any]:
+def extra_args(given: Parameters) -> dict[str, Any]:
     """The processors' parameters of a request, for ``SamplingParams.extra_args``."""
     asked: dict[str, Any] = {}
-    if request.typical_p is not None:
-        asked[_TYPICAL] = [request.top_k, request.top_p, request.typical_p]
-    if request.watermark:
+    if given.typical_p is not None:
+        asked[_TYPICAL] = [given.top_k or 0, given.top_p or 1.0, given.typical_p]
+    if given.watermark:
         asked[_WATERMARK] = True
     return asked
 

@@ -20,16 +20,15 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from specserve.core.errors import GenerationError, reason_of
-from specserve.engine.client import CLIENT_ERRORS
 from specserve.engine.logits_processors import extra_args
 from specserve.engine.text_outputs import OutputReader
-from specserve.engine.text_request import Limits, Output, TextRequest
+from specserve.engine.text_request import Asked, Output, Parameters
 
 logger = logging.getLogger(__name__)
 
 
 class TextGenerator(GenerateBaseServing):
-    """A ``TextEngine`` on vLLM's base class of HTTP handlers.
+    """The engine of the generation API, on vLLM's base class of HTTP handlers.
 
     Args:
         engine_client: vLLM's ``AsyncLLM``.
@@ -37,6 +36,10 @@ class TextGenerator(GenerateBaseServing):
         request_logger: logs requests; None: requests are not logged.
         max_concurrent_requests: limit of running and waiting requests.
         has_processors: whether the workers have :mod:`specserve.engine.logits_processors`.
+
+    Attributes:
+        max_total_tokens: of a prompt and its continuation together.
+        num_tokenizers: of vLLM's renderer.
     """
 
     def __init__(
@@ -49,26 +52,26 @@ class TextGenerator(GenerateBaseServing):
         has_processors: bool,
     ) -> None:
         super().__init__(engine_client, models, request_logger=request_logger)
-        model = engine_client.model_config
-        self._limits = Limits(
-            max_total_tokens=model.max_model_len,
-            max_concurrent_requests=max_concurrent_requests,
-            num_tokenizers=model.renderer_num_workers,
-        )
+        self.max_total_tokens: int = engine_client.model_config.max_model_len
+        self.num_tokenizers: int = engine_client.model_config.renderer_num_workers
+        self.max_concurrent_requests = max_concurrent_requests
         self._has_processors = has_processors
 
-    @property
-    def limits(self) -> Limits:
-        """The engine's limits."""
-        return self._limits
+    async def generate(self, asked: Asked, call: Request) -> AsyncGenerator[Output, None]:
+        """Continues a text. Closing the generator aborts the request.
 
-    async def generate(self, request: TextRequest, call: Request) -> AsyncGenerator[Output, None]:
-        """See :meth:`specserve.engine.text_request.TextEngine.generate`."""
-        with _as_our_errors(request):
-            self._check_processors(request)
-            adapter = await self._adapter(request.adapter_id)
-            prompt = await self._rendered(request)
-            params = self._sampling_params(request, self._extract_prompt_len(prompt))
+        Args:
+            asked: the text and its parameters.
+            call: the HTTP request; its headers may contain a request id.
+
+        Raises:
+            GenerationError: the request is refused or fails.
+        """
+        with _as_our_errors(asked):
+            self._check_processors(asked.given)
+            adapter = await self._adapter(asked.given.adapter_id or "")
+            prompt = await self._rendered(asked.body.inputs, asked.given.truncate)
+            params = self._sampling_params(asked, self._extract_prompt_len(prompt))
             request_id = f"generate-{self._base_request_id(call)}"
             self._log_inputs(request_id, prompt, params, adapter)
             outputs = self.engine_client.generate(
@@ -80,14 +83,14 @@ class TextGenerator(GenerateBaseServing):
                 priority=self._get_priority(SimpleNamespace(priority=0), call),
                 session_id=self._get_session_id_from_headers(call),
             )
-            reader = OutputReader(request, self.renderer.tokenizer)
+            reader = OutputReader(asked, self.renderer.tokenizer)
             async with aclosing(outputs):
                 async for output in outputs:
                     yield reader.read(output)
 
-    def _check_processors(self, request: TextRequest) -> None:
+    def _check_processors(self, given: Parameters) -> None:
         rule = "is not supported by this server: its engine does not run the processor for it"
-        for name, value in (("typical_p", request.typical_p), ("watermark", request.watermark)):
+        for name, value in (("typical_p", given.typical_p), ("watermark", given.watermark)):
             if value and not self._has_processors:
                 raise GenerationError.of_field(name, rule, value)
 
@@ -102,14 +105,14 @@ class TextGenerator(GenerateBaseServing):
         names = [*(each.name for each in self.models.base_model_paths), *self.models.lora_requests]
         raise GenerationError.of_field("adapter_id", f"must be one of {', '.join(names)}", name)
 
-    async def _rendered(self, request: TextRequest) -> EngineInput:
-        most = self._limits.max_total_tokens
+    async def _rendered(self, text: str, truncate: int | None) -> EngineInput:
+        most = self.max_total_tokens
         options = TokenizeParams(
             max_total_tokens=most,
-            truncate_prompt_tokens=request.truncate,
-            truncation_side=None if request.truncate is None else "left",
+            truncate_prompt_tokens=truncate,
+            truncation_side=None if truncate is None else "left",
         )
-        prompt = parse_model_prompt(self.model_config, request.inputs)
+        prompt = parse_model_prompt(self.model_config, text)
         try:
             (rendered,) = await self.renderer.render_cmpl_async([prompt], options)
         except VLLMValidationError as error:
@@ -117,44 +120,40 @@ class TextGenerator(GenerateBaseServing):
                 raise
             unit = "tokens" if error.parameter == "input_tokens" else "characters"
             raise _too_long(most, f"{error.value} {unit} or more") from None
-        except CLIENT_ERRORS as error:
-            raise GenerationError.of_field("inputs", "must be text", reason_of(error)) from error
         return rendered
 
-    def _sampling_params(self, request: TextRequest, num_prompt_tokens: int) -> SamplingParams:
-        most = self._limits.max_total_tokens
-        max_tokens = request.max_new_tokens
+    def _sampling_params(self, asked: Asked, num_prompt_tokens: int) -> SamplingParams:
+        given, most = asked.given, self.max_total_tokens
+        max_tokens = given.max_new_tokens
         if max_tokens is None:
             max_tokens = most - num_prompt_tokens
         elif num_prompt_tokens + max_tokens > most:
             rule = f"`inputs` tokens + `max_new_tokens` must be <= {most}"
-            given = f"{num_prompt_tokens} `inputs` tokens and {max_tokens} `max_new_tokens`"
-            raise GenerationError.invalid(f"{rule}. Given: {given}")
+            lengths = f"{num_prompt_tokens} `inputs` tokens and {max_tokens} `max_new_tokens`"
+            raise GenerationError.invalid(f"{rule}. Given: {lengths}")
         if num_prompt_tokens >= most:
             raise _too_long(most, str(num_prompt_tokens))
-        with_logprobs = request.with_tokens or request.num_sequences > 1
-        is_typical = request.typical_p is not None  # its processor applies top_k and top_p
+        num_sequences = given.best_of or 1
+        with_logprobs = asked.with_tokens or num_sequences > 1
+        is_typical = given.typical_p is not None  # its processor applies top_k and top_p
+        grammar = given.grammar and StructuredOutputsParams(**given.grammar.constraint())
         return SamplingParams(
-            n=request.num_sequences,
-            temperature=request.temperature,
-            top_k=0 if is_typical else request.top_k,
-            top_p=1.0 if is_typical else request.top_p,
-            repetition_penalty=request.repetition_penalty,
-            frequency_penalty=request.frequency_penalty,
+            n=num_sequences,
+            temperature=(given.temperature or 1.0) if given.samples else 0.0,
+            top_k=0 if is_typical else given.top_k or 0,
+            top_p=1.0 if is_typical else given.top_p or 1.0,
+            repetition_penalty=given.repetition_penalty or 1.0,
+            frequency_penalty=given.frequency_penalty or 0.0,
             # vLLM's GPU runner stores the seed as int64, with -1 for none.
-            seed=None if request.seed is None else request.seed % 2**63,
-            stop=list(request.stop),
+            seed=None if asked.seed is None else asked.seed % 2**63,
+            stop=given.stop,
             include_stop_str_in_output=True,
             max_tokens=max_tokens,
-            logprobs=request.num_top_tokens if with_logprobs else None,
-            prompt_logprobs=0 if request.with_prompt else None,
-            output_kind=RequestOutputKind.DELTA
-            if request.streams
-            else RequestOutputKind.FINAL_ONLY,
-            structured_outputs=StructuredOutputsParams(**request.grammar)
-            if request.grammar
-            else None,
-            extra_args={**request.extra_args, **extra_args(request)} or None,
+            logprobs=given.top_n_tokens or 0 if with_logprobs else None,
+            prompt_logprobs=0 if given.decoder_input_details else None,
+            output_kind=RequestOutputKind.DELTA if asked.streams else RequestOutputKind.FINAL_ONLY,
+            structured_outputs=grammar,
+            extra_args={**(asked.body.vllm_xargs or {}), **extra_args(given)} or None,
         )
 
 
@@ -163,7 +162,7 @@ def _too_long(most: int, given: str) -> GenerationError:
 
 
 @contextmanager
-def _as_our_errors(request: TextRequest) -> Iterator[None]:
+def _as_our_errors(asked: Asked) -> Iterator[None]:
     """Translates vLLM's errors into those of Text Generation Inference."""
     try:
         yield
@@ -175,7 +174,7 @@ def _as_our_errors(request: TextRequest) -> Iterator[None]:
         raise GenerationError("overloaded", "Model is overloaded") from error
     except VLLMClientError as error:
         # All parameters but the grammar have been checked before.
-        what = "grammar is not valid: " if request.grammar else ""
+        what = "grammar is not valid: " if asked.given.grammar else ""
         raise GenerationError.invalid(what + reason_of(error)) from error
     except Exception as error:
         logger.exception("A text was not generated")

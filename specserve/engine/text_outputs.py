@@ -10,11 +10,11 @@ from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
 from specserve.core.errors import GenerationError
 from specserve.engine.text_request import (
+    Asked,
     Continuation,
     FinishReason,
     Output,
     PromptToken,
-    TextRequest,
     Token,
 )
 from specserve.engine.token_texts import TokenTexts
@@ -23,8 +23,8 @@ from specserve.engine.token_texts import TokenTexts
 class OutputReader:
     """Converts the outputs of one request."""
 
-    def __init__(self, request: TextRequest, tokenizer: Any) -> None:
-        self._request = request
+    def __init__(self, asked: Asked, tokenizer: Any) -> None:
+        self._asked = asked
         self._tokenizer = tokenizer
         self._texts: dict[int, TokenTexts] = {}  # by the index of a continuation
 
@@ -37,7 +37,7 @@ class OutputReader:
         prompt: list[int] = output.prompt_token_ids
         return Output(
             num_prompt_tokens=len(prompt),
-            prompt_tokens=self._prompt_tokens(output) if self._request.with_prompt else (),
+            prompt_tokens=self._prompt_tokens(output) if output.prompt_logprobs else (),
             continuations=tuple(self._continuation(prompt, each) for each in output.outputs),
         )
 
@@ -56,14 +56,14 @@ class OutputReader:
     def _continuation(self, prompt: list[int], output: CompletionOutput) -> Continuation:
         tokens: list[Token] = []
         top_tokens: list[tuple[Token, ...]] = []
-        if self._request.with_tokens:
+        if self._asked.with_tokens:
             texts = self._texts.get(output.index)
             if texts is None:
                 texts = self._texts[output.index] = TokenTexts(self._tokenizer, prompt)
             for token, entries in zip(output.token_ids, output.logprobs or (), strict=True):
                 logprob = entries[token].logprob
                 tokens.append(Token(token, texts.next(token), logprob, token in texts.special))
-                if most := self._request.num_top_tokens:
+                if most := self._asked.given.top_n_tokens:
                     top_tokens.append(_top_tokens(entries, most, texts.special))
         return Continuation(
             text=output.text,

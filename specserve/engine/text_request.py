@@ -1,68 +1,133 @@
-"""Requests and outputs of the generation API, and the engine's interface. Imports no vLLM."""
+"""Requests and outputs of the generation API. Imports no vLLM.
+
+Names, limits and defaults of requests: Text Generation Inference (TGI).
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from starlette.requests import Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from specserve.core.errors import GenerationError
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRequest:
-    """A text to continue, with the sampling parameters.
+MAX_BEST_OF = 2
+MAX_STOP_SEQUENCES = 4
+MAX_TOP_N_TOKENS = 5
+MAX_TEMPERATURE = 2.0
+"""vLLM's limit; TGI has none."""
+_MAX_I32 = 2**31 - 1
+MAX_SEED = 2**64 - 1
 
-    Attributes:
-        truncate: number of the text's last tokens to keep; None: all.
-        max_new_tokens: most tokens to generate; None: the rest of the context.
-        temperature: 0 is greedy.
-        top_k: number of tokens kept; 0: all.
-        top_p: probability mass kept; 1: all.
-        typical_p: probability mass kept, of the most typical of these tokens; None: all.
-        repetition_penalty: divides the logits of tokens that are in the text; 1: none.
-        frequency_penalty: subtracted from a token's logit for each time it was generated; 0: none.
-        seed: seed of the first continuation, +1 for each further one; None: the engine's.
-        watermark: favours half of the vocabulary, chosen by the token before.
-        grammar: a JSON schema under ``json`` or an expression under ``regex``; None: any text.
-        adapter_id: name of a LoRA adapter; empty: the base model.
-        streams: whether outputs come after each step; otherwise there is one at the end.
-        details: whether the answer reports tokens, log-probabilities and finish reason.
-        num_top_tokens: number of most likely tokens to report at each position.
-        with_prompt: whether to report the prompt's tokens; not while streaming.
-        extra_args: further arguments for the engine, JSON values.
-        before: text that the answer puts before each generated text.
-    """
+_MIN_POSITIVE = 2.0**-149  # smaller values are 0 in float32, which TGI reads and vLLM computes with
+Share = Annotated[float, Field(ge=_MIN_POSITIVE, lt=1)]
+Positive = Annotated[float, Field(ge=_MIN_POSITIVE)]
+Count = Annotated[int, Field(ge=1, le=_MAX_I32)]
+StopText = Annotated[str, Field(min_length=1)]
 
-    inputs: str
-    truncate: int | None = None
-    max_new_tokens: int | None = None
-    num_sequences: int = 1
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    typical_p: float | None = None
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    watermark: bool = False
-    grammar: Mapping[str, Any] | None = None
-    adapter_id: str = ""
+
+class _Part(BaseModel):
+    """Base class: as in TGI, unknown keys are ignored, and null counts as absent."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Grammar(_Part):
+    """Constrains the text to a JSON schema or to a regular expression."""
+
+    type: Literal["json", "json_object", "json_schema", "regex"]
+    value: str | dict[str, Any]
+
+    def constraint(self) -> dict[str, Any]:
+        """Returns the constraint in the form of vLLM's ``structured_outputs``.
+
+        Raises:
+            GenerationError: the type is regex and the value is not a string.
+        """
+        value = self.value
+        if self.type == "json_schema" and isinstance(value, dict) and "schema" in value:
+            value = value["schema"]  # the value may also hold the schema's name
+        if self.type != "regex":
+            return {"json": value}
+        if not isinstance(value, str):
+            raise GenerationError.of_field("grammar", "of type regex must be a string", value)
+        return {"regex": value}
+
+
+class Parameters(_Part):
+    """The sampling parameters and the options of the answer."""
+
+    best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] | None = None
+    do_sample: bool | None = None
+    temperature: Annotated[float, Field(ge=_MIN_POSITIVE, le=MAX_TEMPERATURE)] | None = None
+    top_k: Count | None = None
+    top_p: Share | None = None
+    typical_p: Share | None = None
+    repetition_penalty: Positive | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    max_new_tokens: Count | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_SEQUENCES)] | None = None
+    truncate: Count | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    top_n_tokens: Annotated[int, Field(ge=0, le=MAX_TOP_N_TOKENS)] | None = None
+    details: bool | None = None
+    decoder_input_details: bool | None = None
+    return_full_text: bool | None = None
+    watermark: bool | None = None
+    grammar: Grammar | None = None
+    adapter_id: str | None = None
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled; otherwise decoding is greedy."""
+        cuts = (self.top_k, self.top_p, self.typical_p)
+        has_temperature = self.temperature not in (None, 1.0)
+        return bool(self.do_sample) or has_temperature or any(cut is not None for cut in cuts)
+
+
+class GenerateBody(_Part):
+    """The body of a request."""
+
+    inputs: str = Field(min_length=1)
+    parameters: Parameters | None = None
+    stream: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    """Arguments for the engine. ``ControlsMiddleware`` has already read speculation controls."""
+
+
+class Asked(NamedTuple):
+    """A checked request."""
+
+    body: GenerateBody
+    given: Parameters
+    """The body's parameters."""
     streams: bool = False
-    details: bool = False
-    num_top_tokens: int = 0
-    with_prompt: bool = False
-    extra_args: Mapping[str, Any] = field(default_factory=dict)
-    before: str = ""
+    """Whether outputs come after each step; otherwise there is one at the end."""
+    full_text: bool = False
+    """Whether the answer puts the prompt before each generated text."""
+    seed: int | None = None
+    """Seed of the first continuation, +1 for each further one; None: the engine's."""
+
+    @property
+    def details(self) -> bool:
+        """Whether the answer reports tokens, log-probabilities and finish reason."""
+        return bool(self.given.details or self.given.decoder_input_details)
 
     @property
     def with_tokens(self) -> bool:
         """Whether each token is reported with its text and log-probability."""
         return self.details or self.streams
+
+    @property
+    def before(self) -> str:
+        """Text that the answer puts before each generated text."""
+        return self.body.inputs if self.full_text else ""
 
 
 class PromptToken(msgspec.Struct, frozen=True):
@@ -119,35 +184,3 @@ class Output:
     num_prompt_tokens: int
     continuations: tuple[Continuation, ...]
     prompt_tokens: tuple[PromptToken, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of the engine."""
-
-    max_total_tokens: int
-    """Tokens of a prompt and its continuation together."""
-    max_concurrent_requests: int
-    """Running and waiting requests."""
-    num_tokenizers: int = 1
-
-
-class TextEngine(Protocol):
-    """An engine that continues texts."""
-
-    @property
-    def limits(self) -> Limits:
-        """The engine's limits."""
-        ...
-
-    def generate(self, request: TextRequest, call: Request) -> AsyncGenerator[Output, None]:
-        """Continues a text. Closing the generator aborts the request.
-
-        Args:
-            request: the text and its parameters.
-            call: the HTTP request; its headers may contain a request id.
-
-        Raises:
-            GenerationError: the request is refused or fails.
-        """
-        ...

@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specserve.core.errors import GenerationError, RequestError
 from specserve.engine.prediction import CURRENT_PREDICTION, Prediction, Predictor
 from specserve.engine.tenants import CURRENT_CONTROLS
+from specserve.engine.text_request import Grammar
 from specserve.serve.generation.answers import error_response
 from specserve.serve.generation.routes import is_generation
-from specserve.serve.generation.schema import Grammar
 from specserve.serve.memory import is_memory
 from specserve.serve.middleware import openai_error, without_pauses
 from specserve.serve.prediction import argument_texts, openai_texts, read_prediction

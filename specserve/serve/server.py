@@ -104,7 +104,7 @@ class ModelServer:
             MemoryApi(self._config, lambda: self._engine.tenant_memory(app)).router()
         )
         if self._config.http.generation_api:
-            app.include_router(generation_router(self._config, self._engine.text_engine(app)))
+            app.include_router(generation_router(self._config, self._engine.text_generator(app)))
         serve_fresh_metrics(app, monitor.refresh, prometheus_client.REGISTRY)
         refuse_scaling(app)
         add_exception_handlers(

@@ -17,14 +17,13 @@ from specserve.engine.logits_processors import (
     extra_args,
 )
 from specserve.engine.sampling import is_kept_without_drafts_only
-from specserve.engine.text_request import TextRequest
+from specserve.engine.text_request import Parameters
 
 VOCABULARY = 64
 
 
 def params(**fields: Any) -> SamplingParams:
-    request = TextRequest(inputs="a", **fields)
-    return SamplingParams(temperature=1.0, extra_args=extra_args(request) or None)
+    return SamplingParams(temperature=1.0, extra_args=extra_args(Parameters(**fields)) or None)
 
 
 def applied(

@@ -16,7 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from specserve.core.errors import GenerationError
 from specserve.engine.text_generator import TextGenerator
-from specserve.engine.text_request import Output, TextRequest
+from specserve.engine.text_request import Asked, GenerateBody, Output, Parameters
 from tests.engine.scripted_client import MAX_MODEL_LEN, MODELS, ScriptedClient
 
 PROMPT = "def f(x):"
@@ -42,7 +42,7 @@ def call(**headers: str) -> Request:
 
 
 def generate(client: ScriptedClient, **fields: Any) -> list[Output]:
-    """All outputs for a request; ``models``, ``call`` and ``has_processors`` may be given too."""
+    """All outputs for a request's parameters; other arguments may be given too."""
     generator = TextGenerator(
         client,
         fields.pop("models", MODELS),
@@ -50,11 +50,16 @@ def generate(client: ScriptedClient, **fields: Any) -> list[Output]:
         6,
         has_processors=fields.pop("has_processors", True),
     )
-    by = fields.pop("call", call())
+    by, streams = fields.pop("call", call()), fields.pop("streams", False)
+    inputs, arguments = fields.pop("inputs", PROMPT), fields.pop("vllm_xargs", None)
+    given = Parameters(**fields)
+    body = GenerateBody(inputs=inputs, vllm_xargs=arguments)
 
     async def run() -> list[Output]:
-        request = TextRequest(**{"inputs": PROMPT, **fields})
-        return [each async for each in generator.generate(request, by)]
+        return [
+            each
+            async for each in generator.generate(Asked(body, given, streams, seed=given.seed), by)
+        ]
 
     return asyncio.run(run())
 
@@ -121,7 +126,7 @@ def test_a_stop_string_ends_the_text_within_a_step_and_stays_in_it(
 ) -> None:
     ids = ids_of(client, "x = 1\ny = 2\nz = 3")
     client.steps = [ids]
-    (output,) = generate(client, stop=("y =",), details=True, streams=streams)
+    (output,) = generate(client, stop="y =", details=True, streams=streams)
     (continuation,) = output.continuations
     assert continuation.text == "x = 1\ny ="
     assert "".join(token.text for token in continuation.tokens) == "x = 1\ny ="
@@ -133,7 +138,7 @@ def test_the_top_tokens_are_the_most_likely_ones_in_order(
     client: ScriptedClient,
 ) -> None:
     client.steps = [[400], [300]]
-    (output,) = generate(client, details=True, num_top_tokens=2)
+    (output,) = generate(client, details=True, top_n_tokens=2)
     (continuation,) = output.continuations
     assert [[token.id for token in top] for top in continuation.top_tokens] == [[300, 301]] * 2
     assert [token.logprob for token in continuation.tokens] == [-1.5, -1.0]
@@ -141,7 +146,7 @@ def test_the_top_tokens_are_the_most_likely_ones_in_order(
 
 def test_prompt_tokens_have_their_log_probabilities(client: ScriptedClient) -> None:
     client.steps = [[400]]
-    (output,) = generate(client, with_prompt=True, details=True)
+    (output,) = generate(client, decoder_input_details=True)
     first, *others = output.prompt_tokens
     assert (first.id, first.text, first.logprob) == (0, "<|begin|>", None)
     assert "".join(token.text for token in others) == PROMPT
@@ -152,7 +157,7 @@ def test_several_continuations_come_with_their_mean_log_probability(
     client: ScriptedClient,
 ) -> None:
     client.steps = [[400, 401], [402]]
-    (output,) = generate(client, num_sequences=2, temperature=1.0)
+    (output,) = generate(client, best_of=2, do_sample=True)
     assert [each.mean_logprob for each in output.continuations] == [-1.5, -2.5]
     assert [each.num_tokens for each in output.continuations] == [3, 3]
 
@@ -205,7 +210,7 @@ def test_sampling_parameters_reach_vllm(client: ScriptedClient) -> None:
         repetition_penalty=1.03,
         frequency_penalty=-0.5,
         seed=2**64 - 1,
-        grammar={"regex": "[a-z]+"},
+        grammar={"type": "regex", "value": "[a-z]+"},
     )
     params = client.params
     assert (params.temperature, params.top_k, params.top_p) == (0.5, 10, 0.95)
@@ -217,9 +222,9 @@ def test_sampling_parameters_reach_vllm(client: ScriptedClient) -> None:
 def test_the_callers_further_arguments_reach_the_engine(client: ScriptedClient) -> None:
     client.steps = [[400]]
     given = {"a_processor": [1, 2]}
-    generate(client, extra_args=given)
+    generate(client, vllm_xargs=given)
     assert client.params.extra_args == given
-    generate(client, extra_args=given, watermark=True)
+    generate(client, vllm_xargs=given, watermark=True)
     assert client.params.extra_args == {**given, "specserve_watermark": True}
 
 
@@ -244,23 +249,20 @@ def test_an_adapter_is_found_by_its_name(client: ScriptedClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("grammar", "words"),
+    ("kind", "value", "words"),
     [
-        ({"json": '{"type": "nothing"'}, "grammar is not valid: "),
-        ({"json": {"type": "nothing"}}, "grammar is not valid: "),
-        ({"regex": "["}, "grammar is not valid: "),
+        ("json", '{"type": "nothing"', "grammar is not valid: "),
+        ("json", {"type": "nothing"}, "grammar is not valid: "),
+        ("regex", "[", "grammar is not valid: "),
+        ("regex", {}, "`grammar` of type regex must be a string. Given: {}"),
     ],
 )
 def test_an_invalid_grammar_is_refused_with_the_reason(
-    client: ScriptedClient, grammar: Any, words: str
+    client: ScriptedClient, kind: str, value: Any, words: str
 ) -> None:
-    error = refused(client, grammar=grammar)
+    error = refused(client, grammar={"type": kind, "value": value})
     assert error.kind == "validation"
     assert str(error).startswith(f"Input validation error: {words}")
-
-
-def test_a_text_of_invalid_unicode_is_refused(client: ScriptedClient) -> None:
-    assert refused(client, inputs="a \ud800").kind == "validation"
 
 
 @pytest.mark.parametrize(
@@ -296,7 +298,7 @@ def test_closing_a_stream_closes_vllms_stream(client: ScriptedClient) -> None:
     generator = TextGenerator(client, MODELS, None, 6, has_processors=True)
 
     async def run() -> None:
-        outputs = generator.generate(TextRequest(inputs=PROMPT, streams=True), call())
+        outputs = generator.generate(Asked(GenerateBody(inputs=PROMPT), Parameters(), True), call())
         async with aclosing(outputs):
             await anext(outputs)
 

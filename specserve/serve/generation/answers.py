@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from specserve.core.errors import GenerationError, GenerationErrorKind
-from specserve.engine.text_request import Continuation, Output, TextRequest
+from specserve.engine.text_request import Asked, Continuation, Output
 
 STATUSES: Mapping[GenerationErrorKind, int] = {
     "validation": 422,
@@ -32,7 +32,7 @@ def _error(error: GenerationError) -> dict[str, str]:
     return {"error": str(error), "error_type": error.kind}
 
 
-def whole_response(asked: TextRequest, output: Output, seconds: float, *, listed: bool) -> Response:
+def whole_response(asked: Asked, output: Output, seconds: float, *, listed: bool) -> Response:
     """Returns an answer that is not streamed; ``listed``: as a list of one.
 
     The continuation with the highest mean log-probability is the answer's text.
@@ -66,7 +66,7 @@ def whole_response(asked: TextRequest, output: Output, seconds: float, *, listed
 
 
 async def events(
-    asked: TextRequest, first: Output, outputs: AsyncGenerator[Output, None]
+    asked: Asked, first: Output, outputs: AsyncGenerator[Output, None]
 ) -> AsyncGenerator[bytes, None]:
     """Yields the events of a streamed answer: one for each token, even if a step adds several.
 
@@ -90,7 +90,7 @@ async def events(
 class _Stream:
     """The state of one streamed text."""
 
-    def __init__(self, asked: TextRequest) -> None:
+    def __init__(self, asked: Asked) -> None:
         self._asked = asked
         self._num_tokens = 0
         self._text = asked.before
@@ -127,7 +127,7 @@ def _as_event(content: Mapping[str, Any]) -> bytes:
 
 
 def _ending(
-    asked: TextRequest, index: int, continuation: Continuation, num_tokens: int
+    asked: Asked, index: int, continuation: Continuation, num_tokens: int
 ) -> dict[str, Any]:
     """Returns a continuation's finish reason, its number of tokens and its own seed."""
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,16 +17,13 @@ from starlette.types import Scope
 from specserve import __version__
 from specserve.core.config import AppConfig
 from specserve.core.errors import GenerationError
-from specserve.engine.text_request import TextEngine
+from specserve.engine.text_request import MAX_BEST_OF, MAX_STOP_SEQUENCES, GenerateBody
 from specserve.serve.generation.answers import error_response, events, whole_response
-from specserve.serve.generation.schema import (
-    MAX_BEST_OF,
-    MAX_STOP_SEQUENCES,
-    GenerateBody,
-    refusal,
-    text_request,
-)
+from specserve.serve.generation.schema import checked, refusal
 from specserve.serve.paths import path_of
+
+if TYPE_CHECKING:
+    from specserve.engine.text_generator import TextGenerator  # vLLM takes seconds to import
 
 _PATHS = ("", "/generate", "/generate_stream")
 
@@ -57,7 +54,7 @@ class _Route(APIRoute):
         return handle_in_form
 
 
-def generation_router(config: AppConfig, engine: TextEngine) -> APIRouter:
+def generation_router(config: AppConfig, engine: TextGenerator) -> APIRouter:
     """Returns the routes of one replica."""
     router = APIRouter(route_class=_Route)
 
@@ -80,17 +77,16 @@ def generation_router(config: AppConfig, engine: TextEngine) -> APIRouter:
     @router.get("/info")
     async def info() -> dict[str, Any]:
         """The model and the limits of requests."""
-        limits = engine.limits
         return {
             "model_id": config.model.name,
             "model_sha": config.model.revision or None,
             "model_pipeline_tag": "text-generation",
-            "max_concurrent_requests": limits.max_concurrent_requests,
+            "max_concurrent_requests": engine.max_concurrent_requests,
             "max_best_of": MAX_BEST_OF,
             "max_stop_sequences": MAX_STOP_SEQUENCES,
-            "max_input_tokens": limits.max_total_tokens - 1,
-            "max_total_tokens": limits.max_total_tokens,
-            "validation_workers": limits.num_tokenizers,
+            "max_input_tokens": engine.max_total_tokens - 1,
+            "max_total_tokens": engine.max_total_tokens,
+            "validation_workers": engine.num_tokenizers,
             "max_client_batch_size": 1,
             "router": "specserve",
             "version": __version__,
@@ -102,7 +98,7 @@ def generation_router(config: AppConfig, engine: TextEngine) -> APIRouter:
 
 
 async def _answer(
-    engine: TextEngine,
+    engine: TextGenerator,
     body: GenerateBody,
     request: Request,
     *,
@@ -110,8 +106,7 @@ async def _answer(
     is_root: bool = False,
 ) -> Response:
     started = time.perf_counter()
-    limit = engine.limits.max_total_tokens
-    asked = text_request(body, limit, streams=streams, full_text=is_root)
+    asked = checked(body, engine.max_total_tokens, streams=streams, full_text=is_root)
     outputs = engine.generate(asked, request)
     # Errors of the request come before the first output, so the answer can still have their status.
     # If the client disconnects before it, :class:`DisconnectMiddleware` cancels this call.

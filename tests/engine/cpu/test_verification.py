@@ -21,7 +21,7 @@ import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be impo
 from specserve.core.types import Float64Array
 from specserve.engine.cpu import verification
 from specserve.engine.logits_processors import PROCESSORS, TypicalSampling, extra_args
-from specserve.engine.text_request import TextRequest
+from specserve.engine.text_request import Parameters
 from tests.engine.sampling_metadata import drafts_metadata, install_cpu_sampling, sampling_metadata
 
 VOCAB_SIZE = 12
@@ -321,8 +321,8 @@ def test_a_step_with_a_parameter_that_changes_or_reports_logits_is_vllms(
         SamplingParams(min_p=0.1),
         SamplingParams(logit_bias={3: 1.0}),
         SamplingParams(min_tokens=2, stop_token_ids=[3]),
-        SamplingParams(extra_args=extra_args(TextRequest(inputs="a", typical_p=0.5))),
-        SamplingParams(extra_args=extra_args(TextRequest(inputs="a", watermark=True))),
+        SamplingParams(extra_args=extra_args(Parameters(typical_p=0.5))),
+        SamplingParams(extra_args=extra_args(Parameters(watermark=True))),
     ],
 )
 def test_a_step_with_a_used_logits_processor_is_vllms(params: SamplingParams) -> None:

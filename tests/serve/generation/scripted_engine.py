@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, cast
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -11,35 +12,36 @@ from starlette.requests import Request
 from specserve.core.config import parse
 from specserve.core.errors import GenerationError
 from specserve.engine.text_request import (
+    Asked,
     Continuation,
     FinishReason,
-    Limits,
     Output,
-    TextRequest,
     Token,
 )
 from specserve.serve.generation.routes import generation_router
+
+if TYPE_CHECKING:
+    from specserve.engine.text_generator import TextGenerator
 
 MAX_TOTAL_TOKENS = 100
 
 
 class ScriptedEngine:
-    """A ``TextEngine`` with given outputs.
+    """Stands in for a ``TextGenerator``, with given outputs.
 
     Args:
         script: its outputs in order. An error is raised, and None waits forever.
     """
 
     def __init__(self, *script: Output | GenerationError | None) -> None:
-        self.limits = Limits(
-            max_total_tokens=MAX_TOTAL_TOKENS, max_concurrent_requests=6, num_tokenizers=2
-        )
-        self.asked: list[TextRequest] = []
+        self.max_total_tokens = MAX_TOTAL_TOKENS
+        self.max_concurrent_requests, self.num_tokenizers = 6, 2
+        self.asked: list[Asked] = []
         self.ended = asyncio.Event()
         self._script = script
 
-    async def generate(self, request: TextRequest, call: Request) -> AsyncGenerator[Output, None]:
-        self.asked.append(request)
+    async def generate(self, asked: Asked, call: Request) -> AsyncGenerator[Output, None]:
+        self.asked.append(asked)
         try:
             for output in self._script:
                 if output is None:
@@ -55,7 +57,7 @@ class ScriptedEngine:
         """The generation API of this engine."""
         config = parse({"model": {"path": "m", "served_name": "demo", "revision": "r1"}})
         app = FastAPI()
-        app.include_router(generation_router(config, self))
+        app.include_router(generation_router(config, cast("TextGenerator", self)))
         return app
 
 

@@ -150,7 +150,7 @@ def test_each_event_has_the_top_tokens_on_request() -> None:
     received = events(post(engine, "/generate_stream", parameters={"top_n_tokens": 2}))
     tops = [[each["id"] for each in event["top_tokens"]] for event in received]
     assert tops == [[1, 3], [2, 4]]
-    assert engine.asked[0].num_top_tokens == 2
+    assert engine.asked[0].given.top_n_tokens == 2
 
 
 def test_a_step_without_tokens_is_no_event() -> None:

@@ -6,33 +6,21 @@ import pytest
 from pydantic import ValidationError
 
 from specserve.core.errors import GenerationError
-from specserve.engine.text_request import TextRequest
-from specserve.serve.generation.schema import (
-    RULES,
-    GenerateBody,
-    Parameters,
-    refusal,
-    text_request,
-)
+from specserve.engine.text_request import Asked, GenerateBody, Grammar, Parameters
+from specserve.serve.generation.schema import RULES, checked, refusal
 
 MOST = 100
 
 
-def asked(parameters: dict[str, Any] | None, **options: Any) -> TextRequest:
+def asked(parameters: dict[str, Any] | None, **options: Any) -> Asked:
     body = GenerateBody.model_validate({"inputs": "a b", "parameters": parameters})
-    return text_request(body, MOST, **{"streams": False, **options})
-
-
-def test_engine_arguments_are_passed_on() -> None:
-    body = GenerateBody.model_validate({"inputs": "a", "vllm_xargs": {"a_processor": 1}})
-    assert text_request(body, MOST, streams=False).extra_args == {"a_processor": 1}
-    assert asked(None).extra_args == {}
+    return checked(body, MOST, **options)
 
 
 def refused(body: dict[str, Any], *, streams: bool = False) -> str:
     """The error message for an invalid body."""
     try:
-        text_request(GenerateBody.model_validate(body), MOST, streams=streams)
+        checked(GenerateBody.model_validate(body), MOST, streams=streams)
     except ValidationError as error:
         return str(refusal(error.errors()))
     except GenerationError as error:
@@ -87,6 +75,7 @@ def test_a_parameter_out_of_range_is_refused_with_name_limit_and_value(
         ({}, "`inputs` cannot be empty, and must be a string. Given: None"),
         ({"inputs": ""}, "`inputs` cannot be empty, and must be a string. Given: ''"),
         ({"inputs": ["a"]}, "`inputs` cannot be empty, and must be a string. Given: ['a']"),
+        ({"inputs": "\ud800"}, r"`inputs` cannot be empty, and must be a string. Given: '\ud800'"),
         ({"inputs": "a", "parameters": []}, "`parameters` must be an object. Given: []"),
         ({"inputs": "a", "stream": 1}, "`stream` must be a boolean. Given: 1"),
         ({"inputs": "a", "vllm_xargs": "x"}, "`vllm_xargs` must be an object. Given: 'x'"),
@@ -103,7 +92,6 @@ def test_the_fields_beside_the_parameters_are_checked_too(body: dict[str, Any], 
         ({"best_of": 2, "do_sample": True, "seed": 1}, False, "`seed` must not be set"),
         ({"best_of": 2, "do_sample": True}, True, "not supported when streaming tokens"),
         ({"decoder_input_details": True}, True, "not supported when streaming tokens"),
-        ({"grammar": {"type": "regex", "value": {}}}, False, "regex must be a string"),
     ],
 )
 def test_conflicting_parameters_are_refused(
@@ -115,9 +103,8 @@ def test_conflicting_parameters_are_refused(
 def test_values_at_the_limits_are_accepted() -> None:
     stop = ["a", "b", "c", "d"]
     parameters = {"temperature": 2.0, "frequency_penalty": -2.0, "stop": stop, "truncate": MOST - 1}
-    request = asked(parameters | {"seed": 0, "do_sample": True, "top_n_tokens": 5})
-    assert (request.temperature, request.frequency_penalty, request.seed) == (2.0, -2.0, 0)
-    assert (request.stop, request.truncate, request.num_top_tokens) == (tuple(stop), MOST - 1, 5)
+    parameters |= {"seed": 0, "do_sample": True, "top_n_tokens": 5}
+    assert asked(parameters).given.model_dump(exclude_none=True) == parameters
 
 
 def test_every_field_has_a_rule() -> None:
@@ -127,30 +114,29 @@ def test_every_field_has_a_rule() -> None:
 
 def test_unknown_keys_are_ignored_and_null_is_absent() -> None:
     nothing = dict.fromkeys(Parameters.model_fields) | {"ignore_eos_token": True}
-    assert asked(nothing) == asked({})
-    assert asked({}) == TextRequest(inputs="a b")
+    assert asked(nothing).given == asked({}).given == Parameters()
 
 
 @pytest.mark.parametrize(
-    ("parameters", "temperature"),
+    ("parameters", "samples"),
     [
-        ({}, 0.0),
-        ({"temperature": 1.0}, 0.0),
-        ({"temperature": 1}, 0.0),
-        ({"temperature": 0.5}, 0.5),
-        ({"do_sample": True}, 1.0),
-        ({"do_sample": False, "temperature": 0.7}, 0.7),
-        ({"top_k": 1}, 1.0),
-        ({"top_p": 0.5}, 1.0),
-        ({"typical_p": 0.5}, 1.0),
-        ({"repetition_penalty": 1.2, "seed": 1}, 0.0),
-        (None, 1.0),
+        ({}, False),
+        ({"temperature": 1.0}, False),
+        ({"temperature": 1}, False),
+        ({"temperature": 0.5}, True),
+        ({"do_sample": True}, True),
+        ({"do_sample": False, "temperature": 0.7}, True),
+        ({"top_k": 1}, True),
+        ({"top_p": 0.5}, True),
+        ({"typical_p": 0.5}, True),
+        ({"repetition_penalty": 1.2, "seed": 1}, False),
+        (None, True),
     ],
 )
 def test_decoding_is_greedy_unless_a_parameter_asks_for_sampling(
-    parameters: dict[str, Any] | None, temperature: float
+    parameters: dict[str, Any] | None, samples: bool
 ) -> None:
-    assert asked(parameters).temperature == temperature
+    assert asked(parameters).given.samples == samples
 
 
 def test_a_seed_is_drawn_if_the_details_report_it() -> None:
@@ -167,9 +153,7 @@ def test_tokens_are_reported_in_details_and_in_streams() -> None:
     assert not asked({}).with_tokens
     assert asked({}, streams=True).with_tokens
     assert asked({"details": True}).with_tokens
-    with_prompt = asked({"decoder_input_details": True})
-    assert with_prompt.details
-    assert with_prompt.with_prompt
+    assert asked({"decoder_input_details": True}).details
 
 
 @pytest.mark.parametrize(
@@ -194,9 +178,4 @@ def test_the_full_text_begins_with_the_prompt(
 def test_a_grammar_is_a_json_schema_or_an_expression(
     grammar: dict[str, Any], constraint: dict[str, Any]
 ) -> None:
-    assert asked({"grammar": grammar}).grammar == constraint
-
-
-def test_stop_may_be_one_string_or_several() -> None:
-    assert asked({"stop": "\n"}).stop == ("\n",)
-    assert asked({"stop": ["a", "b"]}).stop == ("a", "b")
+    assert Grammar.model_validate(grammar).constraint() == constraint
