@@ -20,6 +20,8 @@ from specserve.serve.plan import Node, describe, shortage
 HERE_S = 5.0
 """Seconds that Ray has to place a group whose first bundle must be on the caller's node."""
 
+_MEMORY = ("memory", "object_store_memory")
+
 
 async def reserve(
     placement: PlacementConfig, bundle: dict[str, float], num_shards: int
@@ -81,5 +83,5 @@ def _own_resources(resources: dict[str, float]) -> dict[str, float]:
     return {
         name: amount
         for name, amount in sorted(resources.items())
-        if ":" not in name and name not in ("memory", "object_store_memory")
+        if ":" not in name and "_group_" not in name and name not in _MEMORY
     }

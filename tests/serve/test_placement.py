@@ -12,7 +12,7 @@ import ray
 
 from specserve.core.config import PlacementConfig
 from specserve.serve import placement as module
-from specserve.serve.placement import reserve
+from specserve.serve.placement import reserve, running_nodes
 from specserve.serve.plan import Node
 
 HERE = {"node:10.0.0.1": 0.001}
@@ -68,3 +68,12 @@ def test_no_shard_is_there_if_that_node_has_no_room(monkeypatch: pytest.MonkeyPa
     assert groups.asked[1] == ([{"CPU": 1.0}] * 9, "PACK", "")
     assert group.number == 2
     assert [removed.number for removed in groups.removed] == [1]
+
+
+def test_resources_that_ray_adds_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = 36 * "a"
+    added = [f"CPU_group_{group}", f"CPU_group_0_{group}", f"bundle_group_{group}", "node:10.0.0.1"]
+    resources = {"CPU": 8.0, "memory": 9.0, **dict.fromkeys(added, 1.0)}
+    node = {"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": resources}
+    monkeypatch.setattr(ray, "nodes", lambda: [node])
+    assert running_nodes() == [Node("10.0.0.1", {"CPU": 8.0})]
