@@ -68,6 +68,8 @@ def _build(args: dict[str, Any]) -> Application:
         max_ongoing_requests=2 * most_requests,
         request_router_config=router_config(),
         graceful_shutdown_timeout_s=config.http.drain_timeout_s,
+        # Of all replicas together; RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT limits each one's starts.
+        max_constructor_retry_count=1000,
         # Serve replaces a replica after three failed checks. Checks are frequent because they cost
         # nothing, and because a dead engine does not recover.
         health_check_period_s=2,

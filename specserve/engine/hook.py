@@ -275,7 +275,8 @@ class ProposerHook:
         if params.structured_outputs:
             # A grammar ends at a stop token, also with `ignore_eos`. vLLM's `guidance` fails on a
             # step with more tokens after it.
-            stops = [*params.all_stop_token_ids]
+            others = params.all_stop_token_ids.difference(stops)  # the end token, if not given
+            stops = [*others, *stops]
         elif params.eos_token_id is not None:  # None with `ignore_eos`
             stops.insert(0, params.eos_token_id)
         controls = self._read_controls(request_id)

@@ -50,7 +50,7 @@ class DraftScheduler(Scheduler):
         room = max(0, min(left, MAX_STEP_DRAFT_TOKENS))
         drafts = [each.spec_token_ids for each in self.running]
         longest = max(map(len, drafts), default=0)
-        if any(_has_logprobs(each) for each in self.running):
+        if any(map(_has_logprobs, (*self.running, *self.waiting))):
             # vLLM then holds as many rows of logits for each request as the longest draft needs.
             longest = min(longest, MAX_STEP_DRAFT_TOKENS // len(self.running))
         while sum(min(len(draft), longest) for draft in drafts) > room:

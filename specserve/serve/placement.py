@@ -28,8 +28,9 @@ async def reserve(
 ) -> PlacementGroup:
     """Reserves ``num_shards`` bundles; they are freed when the calling actor ends.
 
-    The caller's node gets one bundle, or all with ``STRICT_PACK``, if it has enough free resources;
-    and the first of a group that fits on no single node. Then fewer nodes can end the replica.
+    The caller's node gets a group of one bundle, all bundles with ``STRICT_PACK``, and the first
+    one of a group that one node does not hold, if it has room now. So fewer nodes can end the
+    replica.
 
     Raises:
         PlacementError: the bundles did not fit within ``placement.timeout_s`` seconds. The message
@@ -41,7 +42,7 @@ async def reserve(
         node_id = ray.get_runtime_context().get_node_id()
         group = placement_group(bundles, "STRICT_PACK", _soft_target_node_id=node_id)
     else:
-        spans = all(shortage(bundles, [node]) for node in running_nodes())
+        spans = strategy != "PACK" or all(shortage(bundles, [node]) for node in running_nodes())
         # Ray first places the bundle with the most resources, and only this node has this one.
         here = {f"node:{ray.util.get_node_ip_address()}": 0.001} if spans else {}
         group = placement_group([bundle | here, *bundles[1:]], strategy)

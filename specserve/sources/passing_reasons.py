@@ -1,4 +1,5 @@
-"""Reasons why a source does not draft for some requests. Each is shown for some minutes."""
+"""Reasons why a source does not draft for some requests. Each is shown for some minutes,
+and until the next request after them."""
 
 from __future__ import annotations
 

@@ -189,7 +189,8 @@ class TrieReplica:
         if reply.epoch != self.epoch:
             if self.epoch:
                 logger.warning("The draft memory has restarted; lost records are sent again")
-                self._restarted_at = time.time()
+                if self._oldest_unsent == inf:  # else the lag goes on
+                    self._restarted_at = time.time()
             self.epoch = reply.epoch
             self._outbox.start_over(reply.held)
         # A restarted store also hands out what this replica knows.

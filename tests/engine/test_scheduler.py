@@ -115,6 +115,17 @@ def test_drafts_are_shorter_where_log_probabilities_need_rows_of_equal_number(
     assert step(scheduler) == {"a": 4, "b": 7}
 
 
+def test_a_waiting_request_with_log_probabilities_counts_too(
+    scheduler: DraftScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specserve.engine.scheduler.MAX_STEP_DRAFT_TOKENS", 12)
+    for name in "ab":
+        add(scheduler, name)
+    step(scheduler, a=3, b=9)
+    add(scheduler, "c", logprobs=1)
+    assert step(scheduler) == {"a": 4, "b": 7, "c": 2}
+
+
 def test_drafts_are_not_halved_for_prompts_that_cannot_start(scheduler: DraftScheduler) -> None:
     names = "abcdefgh"  # as many as may run
     for name in names:

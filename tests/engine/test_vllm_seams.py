@@ -153,9 +153,11 @@ def test_requests_have_the_parameters_that_the_hook_reads(
     params = SamplingParams(ignore_eos=ignore_eos)
     params.update_from_generation_config({}, eos_token_id=7)
     assert params.eos_token_id == end
+    assert params.all_stop_token_ids == {7}
+    assert SamplingParams(logprob_token_ids=[3]).num_logprobs == 1
     assert {
         *("max_tokens", "min_tokens", "stop_token_ids", "extra_args"),
-        *("min_p", "logit_bias", "thinking_token_budget"),
+        *("min_p", "logit_bias", "thinking_token_budget", "structured_outputs"),
     } <= set(SamplingParams.__struct_fields__)
 
 

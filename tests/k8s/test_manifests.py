@@ -138,7 +138,8 @@ def test_the_hosts_have_what_the_application_reserves(overlay: str, tmp_path: Pa
     num_gpus = float(overlay in R1_OVERLAYS)
     shard = {"GPU": num_gpus, "CPU": float(config.placement.num_cpus_per_shard)}
     shard |= config.placement.shard_resources
-    num_shards = config.engine.tensor_parallel_size / engine["replicas"]
+    num_hosts = engine["replicas"] // config.placement.num_replicas
+    num_shards = config.engine.tensor_parallel_size / num_hosts
     offered = ray_resources(engine)
     assert {name: num_shards * amount <= offered[name] for name, amount in shard.items()} == (
         dict.fromkeys(shard, True)

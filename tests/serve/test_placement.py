@@ -45,7 +45,8 @@ class Groups:
         ("STRICT_PACK", 8, {}, ("STRICT_PACK", "here")),
         ("PACK", 8, {}, ("PACK", "")),
         ("PACK", 9, HERE, ("PACK", "")),
-        ("SPREAD", 24, HERE, ("SPREAD", "")),
+        ("SPREAD", 8, HERE, ("SPREAD", "")),
+        ("STRICT_SPREAD", 3, HERE, ("STRICT_SPREAD", "")),
     ],
 )
 def test_a_shard_is_on_the_replicas_node_unless_another_node_may_hold_all(
