@@ -29,7 +29,7 @@ def draft_batch(
 
 
 def propose(source: Source, batch: DraftBatch, limits: Int32Array) -> Drafts:
-    """The source's drafts, with room for the longest of these limits."""
-    drafts = Drafts.empty(len(limits), int(limits.max(initial=1)))
+    """The source's drafts by row, with room for the longest of these limits."""
+    drafts = Drafts.empty(int(batch.slots.max(initial=0)) + 1, int(limits.max(initial=1)))
     source.propose(batch, limits, drafts)
-    return drafts
+    return Drafts._make(each[batch.slots] for each in drafts)

@@ -130,14 +130,14 @@ class DraftBatch(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """A source's drafts for n requests.
+    """A source's drafts, by slot, each of at most k tokens.
 
     Attributes:
-        tokens: int32 ``[n, k]``; ``tokens[i, :lengths[i]]`` is request i's draft.
-        lengths: int32 ``[n]``; 0: no draft.
-        confidence: float32 ``[n, k]``, 0 .. 1, the source's confidence in each token, given those
-            before it. It need not be calibrated: the policy learns the acceptance per level.
-        labels: uint8 ``[n]``, index of each draft's label in the source's ``LABELS``.
+        tokens: int32 ``[slots, k]``; ``tokens[slot, :lengths[slot]]`` is a request's draft.
+        lengths: int32 ``[slots]``; 0: no draft.
+        confidence: float32 ``[slots, k]``, 0 .. 1, the source's confidence in each token, given
+            those before it. It need not be calibrated: the policy learns the acceptance per level.
+        labels: uint8 ``[slots]``, index of each draft's label in the source's ``LABELS``.
     """
 
     tokens: Int32Array
@@ -146,11 +146,9 @@ class Drafts(NamedTuple):
     labels: UInt8Array
 
     @classmethod
-    def empty(cls, num_rows: int, max_len: int) -> Drafts:
-        """Empty drafts of ``num_rows`` requests, with room for ``max_len`` tokens each."""
+    def empty(cls, *shape: int) -> Drafts:
+        """Empty drafts: ``[slots, k]``, or of several sources ``[sources, slots, k]``."""
+        tokens, confidence = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         return cls(
-            np.zeros((num_rows, max_len), np.int32),
-            np.zeros(num_rows, np.int32),
-            np.zeros((num_rows, max_len), np.float32),
-            np.zeros(num_rows, np.uint8),
+            tokens, np.zeros(shape[:-1], np.int32), confidence, np.zeros(shape[:-1], np.uint8)
         )

@@ -8,19 +8,13 @@ text, too: verification accepts a token with the probability with which the targ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from specserve.core.compile import inner, kernel
-from specserve.core.types import (
-    Drafts,
-    Float32Array,
-    Float64Array,
-    Int32Array,
-    Int64Array,
-    UInt8Array,
-)
+from specserve.core.types import Drafts, Float64Array, Int32Array, Int64Array
 
 CONFIDENCE_BUCKETS = 12
 """Levels of confidence. They become narrower towards 1, where a small difference in confidence
@@ -43,6 +37,8 @@ _PAIR_FACTOR = 7919  # hashes a pair of tokens
 _STEPS, _NUM_STEPS = 32.0, 256.0
 _PROBABILITIES = 1.0 / (1.0 + np.exp(-np.arange(-_NUM_STEPS, _NUM_STEPS + 1) / _STEPS))
 """Logistic function at log-odds from -8 to 8, 32 to the unit: ``exp`` would take twice as long."""
+
+_MAX_STOPS = 8  # stop tokens of a request at which its drafts are cut; the others only cost time
 
 _WEIGHT, _VARIANCE = 0, 1
 
@@ -68,10 +64,11 @@ class AcceptanceState(NamedTuple):
         of_request: float64 ``[R, S, 2]``, weights.
         last: int32 ``[R]``, the last token of each text.
         tenant: int64 ``[R]``, number of each request's tenant.
-        tokens: int32 ``[S, R, k]``, the offered drafts.
-        lengths: int32 ``[S, R]``, their lengths; 0: none is offered.
-        confidence: float32 ``[S, R, k]``.
-        labels: uint8 ``[S, R]``.
+        offers: the sources' drafts, arrays ``[S, R, k]`` and ``[S, R]``.
+        stops: int32 ``[R, 8]``, tokens that end each request, then -1.
+        first_labels: int64 ``[S + 1]``, index of each source's first label among all labels.
+        num_invalid: int64 ``[S]``, dropped drafts.
+        vocab_size: tokens are 0 .. ``vocab_size - 1``.
     """
 
     of_source: Float64Array
@@ -79,10 +76,11 @@ class AcceptanceState(NamedTuple):
     of_request: Float64Array
     last: Int32Array
     tenant: Int64Array
-    tokens: Int32Array
-    lengths: Int32Array
-    confidence: Float32Array
-    labels: UInt8Array
+    offers: Drafts
+    stops: Int32Array
+    first_labels: Int64Array
+    num_invalid: Int64Array
+    vocab_size: int
 
 
 class Acceptance:
@@ -95,16 +93,19 @@ class Acceptance:
     An offered draft stays until the request's next tokens are known.
 
     Args:
-        num_sources: S.
+        num_labels: number of labels of each source.
         num_slots: most requests that are open at a time.
         max_draft_len: longest draft of any source.
+        vocab_size: a draft with other tokens is dropped.
 
     Attributes:
         state: the kernels' arrays; :meth:`open` may replace it.
     """
 
-    def __init__(self, num_sources: int, num_slots: int, max_draft_len: int) -> None:
-        self._tenants = {"": 0}
+    def __init__(
+        self, num_labels: Sequence[int], num_slots: int, max_draft_len: int, vocab_size: int
+    ) -> None:
+        self._tenants, num_sources = {"": 0}, len(num_labels)
         of_source = _weights(OF_SOURCE[0], 1, num_sources, _POSITIONS + _NUM_POSITIONS)
         stated = np.sqrt((np.arange(CONFIDENCE_BUCKETS) + 0.5) / CONFIDENCE_BUCKETS)
         of_source[..., :_RELATIONS, _WEIGHT] = np.log(stated / (1.0 - stated))
@@ -116,24 +117,19 @@ class Acceptance:
             _weights(OF_REQUEST[0], num_slots, num_sources),
             np.zeros(num_slots, np.int32),
             np.zeros(num_slots, np.int64),
-            np.zeros((num_sources, num_slots, max_draft_len), np.int32),
-            np.zeros((num_sources, num_slots), np.int32),
-            np.zeros((num_sources, num_slots, max_draft_len), np.float32),
-            np.zeros((num_sources, num_slots), np.uint8),
+            Drafts.empty(num_sources, num_slots, max_draft_len),
+            np.full((num_slots, _MAX_STOPS), -1, np.int32),
+            np.cumsum([0, *num_labels]),
+            np.zeros(num_sources, np.int64),
+            vocab_size,
         )
 
     def offers(self, source: int) -> Drafts:
-        """The arrays for a source's drafts, by slot; labels are numbered over all sources."""
-        state = self.state
-        return Drafts(
-            state.tokens[source],
-            state.lengths[source],
-            state.confidence[source],
-            state.labels[source],
-        )
+        """The arrays that a source writes its drafts into."""
+        return Drafts._make(each[source] for each in self.state.offers)
 
-    def open(self, slot: int, tenant: str) -> None:
-        """Registers a new request, which uses and updates its tenant's weights."""
+    def open(self, slot: int, tenant: str, stops: Sequence[int] = ()) -> None:
+        """Registers a new request of a tenant, which the tokens ``stops`` end."""
         number = self._tenants.setdefault(tenant, len(self._tenants))
         if number == len(self.state.of_source):
             of_source, of_token = self._new_tenant
@@ -143,7 +139,9 @@ class Acceptance:
             )
         self.state.tenant[slot] = number
         self.state.of_request[slot] = 0.0, OF_REQUEST[0]
-        self.state.lengths[:, slot] = 0
+        self.state.offers.lengths[:, slot] = 0
+        kept, self.state.stops[slot] = stops[:_MAX_STOPS], -1
+        self.state.stops[slot, : len(kept)] = kept
 
 
 def _weights(variance: float, *shape: int) -> Float64Array:
@@ -166,9 +164,9 @@ def _probability(odds):  # type: ignore[no-untyped-def]
 def _relation(a, source, slot, j):  # type: ignore[no-untyped-def]
     """The relation of draft token ``j`` to what other sources offer at its position."""
     found = _ALONE
-    for other in range(a.lengths.shape[0]):
-        if other != source and j < a.lengths[other, slot]:
-            if a.tokens[other, slot, j] == a.tokens[source, slot, j]:
+    for other in range(a.offers.lengths.shape[0]):
+        if other != source and j < a.offers.lengths[other, slot]:
+            if a.offers.tokens[other, slot, j] == a.offers.tokens[source, slot, j]:
                 return _AGREES
             found = _DISAGREES
     return found
@@ -178,9 +176,9 @@ def _relation(a, source, slot, j):  # type: ignore[no-untyped-def]
 def _weight_indices(a, source, slot, j, before):  # type: ignore[no-untyped-def]
     """Indices of a draft token's weights after the token ``before``: two of its source, two of
     tokens."""
-    token = a.tokens[source, slot, j]
+    token = a.offers.tokens[source, slot, j]
     return (
-        _level(a.confidence[source, slot, j]),
+        _level(a.offers.confidence[source, slot, j]),
         _RELATIONS + 2 * _relation(a, source, slot, j) + min(j, 1),
         token & (TOKEN_BUCKETS - 1),
         TOKEN_BUCKETS + ((_PAIR_FACTOR * before + token) & (TOKEN_BUCKETS - 1)),
@@ -202,20 +200,47 @@ def _total(a, source, slot, indices, column):  # type: ignore[no-untyped-def]
 
 
 @inner
+def _num_usable(a, source, slot):  # type: ignore[no-untyped-def]
+    """Number of an offered draft's tokens before one that ends its request; -1: it is invalid.
+
+    If all of a draft is accepted, the target samples the ending token in the same step. An invalid
+    token would be read outside the target's embedding.
+    """
+    tokens, length = a.offers.tokens[source, slot], a.offers.lengths[source, slot]
+    label = a.first_labels[source] + a.offers.labels[source, slot]
+    if length and not (0 < length <= tokens.shape[0] and label < a.first_labels[source + 1]):
+        return -1
+    for j in range(length):
+        for stop in a.stops[slot]:
+            if stop < 0:
+                break
+            if stop == tokens[j]:
+                return j
+        is_token = 0 <= tokens[j] < a.vocab_size
+        if not (is_token and 0.0 <= a.offers.confidence[source, slot, j] <= 1.0):
+            return -1
+    return length
+
+
+@inner
 def survival_of(a, slots, limits, survival, lengths):  # type: ignore[no-untyped-def]
     """Writes the probability that each offered draft token and all before it are accepted.
 
     Args:
-        a: the state.
+        a: the state. Invalid drafts are dropped and counted.
         slots: int64 ``[n]``.
         limits: int32 ``[S, >= n]``, longest draft that each request can use.
         survival: float64 ``[S, >= n, k]``, written; it falls along a draft.
         lengths: int32 ``[S, >= n]``, written: draft lengths within the limits.
     """
-    for source in range(a.lengths.shape[0]):
-        for row in range(slots.shape[0]):
-            slot = slots[row]
-            length = min(a.lengths[source, slot], limits[source, row])
+    for source in range(a.offers.lengths.shape[0]):
+        for slot in slots:
+            length = _num_usable(a, source, slot)
+            a.num_invalid[source] += length < 0
+            a.offers.lengths[source, slot] = max(length, 0)
+    for source in range(a.offers.lengths.shape[0]):
+        for row, slot in enumerate(slots):
+            length = min(a.offers.lengths[source, slot], limits[source, row])
             lengths[source, row] = length
             probability, before = 1.0, a.last[slot]
             for j in range(length):
@@ -225,7 +250,7 @@ def survival_of(a, slots, limits, survival, lengths):  # type: ignore[no-untyped
                     probability *= min(_probability(odds), _MAX_PROBABILITY)
                     if probability < MIN_SURVIVAL:
                         probability = 0.0
-                    before = a.tokens[source, slot, j]
+                    before = a.offers.tokens[source, slot, j]
                 survival[source, row, j] = probability
 
 
@@ -246,13 +271,13 @@ def learn(a, slots, token_ids, num_tokens, num_new):  # type: ignore[no-untyped-
     num_left = 0
     for row in range(slots.shape[0]):
         slot, end, new = slots[row], num_tokens[row], num_new[row]
-        for source in range(a.lengths.shape[0]):
+        for source in range(a.offers.lengths.shape[0]):
             if new > 0:
                 _learn_draft(a, source, slot, token_ids[row, :end], end - new)
             else:
-                num_left += a.lengths[source, slot] > 0
+                num_left += a.offers.lengths[source, slot] > 0
         if new > 0:
-            a.lengths[:, slot] = 0
+            a.offers.lengths[:, slot] = 0
             a.last[slot] = token_ids[row, end - 1]
     return num_left
 
@@ -261,8 +286,8 @@ def learn(a, slots, token_ids, num_tokens, num_new):  # type: ignore[no-untyped-
 def _learn_draft(a, source, slot, text, first):  # type: ignore[no-untyped-def]
     """Updates the weights with one draft, compared with a text from position ``first`` on."""
     of_source, of_token = a.of_source[a.tenant[slot], source], a.of_token[a.tenant[slot]]
-    for j in range(min(a.lengths[source, slot], text.shape[0] - first)):
-        is_right = a.tokens[source, slot, j] == text[first + j]
+    for j in range(min(a.offers.lengths[source, slot], text.shape[0] - first)):
+        is_right = a.offers.tokens[source, slot, j] == text[first + j]
         of_position = of_source[_POSITIONS + min(j, _NUM_POSITIONS - 1)]
         gain, shrinkage = _gains(of_position[_WEIGHT], of_position[_VARIANCE], is_right)
         _update_weight(of_position, gain, shrinkage, OF_SOURCE[1])

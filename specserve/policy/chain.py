@@ -44,7 +44,7 @@ from specserve.policy.step import (
     observe,
     plan_step,
 )
-from specserve.sources.base import Member, RemoteSource, SourceContext
+from specserve.sources.base import LearningSource, Member, RemoteSource, SourceContext
 from specserve.sources.controls import wants_drafts
 from specserve.sources.guard import GuardedSource
 
@@ -53,11 +53,7 @@ logger = logging.getLogger(__name__)
 NO_LIMIT = 1 << 30
 """More tokens than any text has."""
 
-_MAX_STOPS = 8  # stop tokens of a request at which its drafts are cut; the others only cost time
 _PATIENCE_STEPS = 8  # steps without calibration after which drafts are sent anyway
-
-_Call = tuple[AskPolicy, Int32Array, Int32Array]
-"""A source that was asked; draft lengths asked for and received, int32 ``[n]``."""
 
 
 class Chain:
@@ -90,22 +86,19 @@ class Chain:
         # Remote sources are asked last: their gain depends on the other sources' drafts.
         members = sorted(members, key=lambda each: isinstance(each.source, RemoteSource))
         count, longest = len(members), max(each.max_draft_len for each in members)
-        self._clock = clock
-        self._max_len = max_len
-        self._stops: Int32Array = np.full((num_slots, _MAX_STOPS), -1, np.int32)
-        self._acceptance = Acceptance(count, num_slots, longest)
+        self._clock, self._max_len, self._metrics = clock, max_len, metrics
+        num_labels = [len(each.labels) for each in members]
+        self._acceptance = Acceptance(num_labels, num_slots, longest, vocab_size)
         self._sources: list[AskPolicy] = []
-        self.labels: tuple[str, ...] = ()
         for place, each in enumerate(members):
-            offers, first = self._acceptance.offers(place), len(self.labels)
-            guard = GuardedSource(each, metrics, vocab_size, clock, offers, self._stops, first)
+            guard = GuardedSource(each, metrics, clock, self._acceptance.offers(place))
             if not each.dynamic:
                 self._sources.append(AskPolicy(place, guard))
             elif isinstance(each.source, RemoteSource):
                 self._sources.append(RemoteAskPolicy(place, guard, num_slots))
             else:
                 self._sources.append(LocalAskPolicy(place, guard))
-            self.labels += each.labels
+        self.labels = tuple(label for each in members for label in each.labels)
         self._usable: list[AskPolicy] = []  # the sources that can draft for a running request
         self._counts = metrics.draft_counts(self.labels)
         self.cost = StepCost()
@@ -154,9 +147,7 @@ class Chain:
             min_output: output tokens before a stop token may end the request.
             stops: tokens that end the request.
         """
-        kept = stops[:_MAX_STOPS]
-        self._stops[slot, : len(kept)], self._stops[slot, len(kept) :] = kept, -1
-        self._acceptance.open(slot, controls.tenant)
+        self._acceptance.open(slot, controls.tenant, stops)
         request = self._work.requests[slot]
         request[MAX_OUTPUT] = min(max_output, NO_LIMIT)
         request[MIN_OUTPUT] = min(min_output, NO_LIMIT)
@@ -168,13 +159,13 @@ class Chain:
             if controls.max_draft_tokens >= 0:
                 limit = min(limit, controls.max_draft_tokens)
             request[LIMITS + each.place] = limit
-            each.guard.open(slot, controls)
+            each.guard.call(member.source.open, slot, controls)
         self._find_usable()
 
     def close(self, slots: Int64Array) -> None:
         """Drops all state of these finished or aborted requests; their slots become free."""
         for each in self._sources:
-            each.guard.close(slots)
+            each.guard.call(each.member.source.close, slots)
             if isinstance(each, RemoteAskPolicy):
                 each.forget(slots)
         self._work.requests[slots, LIMITS:] = 0
@@ -237,7 +228,7 @@ class Chain:
         due = [each for each in self._usable if each.guard.ready and each.is_due(self._step, slots)]
         if not (due and size):
             return [[] for _ in range(size)]
-        calls = [call for each in due if (call := self._call(each, batch)) is not None]
+        asked = [each for each in due if self._ask(each, batch)]
         is_impatient = self._unmeasured_steps >= _PATIENCE_STEPS
         costs, planned, num_sent, self._num_offered, is_measured = self._decide(
             *self._plan_inputs(slots), is_impatient, self._acceptance.state, self._work, self._plan
@@ -245,15 +236,16 @@ class Chain:
         self._unmeasured_steps = 0 if is_measured else self._unmeasured_steps + 1
         drafts = self._drafts(size, num_sent)
         if logger.isEnabledFor(logging.DEBUG):
-            self._explain(Costs(*costs), calls, self._plan.lengths[:size], planned[-1])
-        self._observe_calls(calls, self._clock() - began, planned[1])
+            self._explain(Costs(*costs), slots, planned[-1])
+        self._observe_calls(asked, self._clock() - began, planned[1])
         return drafts
 
     def finish(self, batch: DraftBatch) -> None:
         """Shows the texts of ending requests to the sources that learn from them."""
         if len(batch.slots):
             for each in self._sources:
-                each.guard.finish(batch)
+                if isinstance(source := each.member.source, LearningSource) and each.guard.ready:
+                    each.guard.call(source.finish, batch)
 
     def _find_usable(self) -> None:
         limits = self._work.requests[:, LIMITS:]
@@ -261,15 +253,17 @@ class Chain:
             each for each in self._sources if not each.member.needs or limits[:, each.place].any()
         ]
 
-    def _call(self, ask: AskPolicy, batch: DraftBatch) -> _Call | None:
-        """Asks a source, which writes its drafts into the offers; None if it fails."""
-        limits = self._work.limits[ask.place, : len(batch.slots)]
-        if isinstance(ask, RemoteAskPolicy):
-            limits = self._remote_limits(ask, batch, limits)
-            if not ask.guard.ready:  # `reading_s` has just failed
-                return None
-        drafts = ask.guard.propose(batch, limits)
-        return None if drafts is None else (ask, limits, drafts.lengths)
+    def _ask(self, ask: AskPolicy, batch: DraftBatch) -> bool:
+        """Asks a source, which writes its drafts into the offers; false if it fails."""
+        slots, guard = batch.slots, ask.guard
+        limits = self._work.limits[ask.place, : len(slots)]
+        if not isinstance(ask, RemoteAskPolicy):
+            return guard.propose(batch, limits)
+        limits = self._remote_limits(ask, batch, limits)
+        if not (guard.ready and guard.propose(batch, limits)):  # `reading_s` may have failed
+            return False
+        ask.observe(limits, self._acceptance.state.offers.lengths[ask.place, slots], guard.call_s)
+        return True
 
     def _remote_limits(
         self, ask: RemoteAskPolicy, batch: DraftBatch, limits: Int32Array
@@ -311,25 +305,27 @@ class Chain:
             begin += length
         return drafts
 
-    def _observe_calls(self, calls: Sequence[_Call], step_s: float, rate: float) -> None:
-        """Tells the ask policies the time of their calls; local ones share the decision's time."""
-        share_s = (step_s - sum(ask.guard.call_s for ask, _, _ in calls)) / max(len(calls), 1)
-        for ask, asked, lengths in calls:
+    def _observe_calls(self, asked: Sequence[AskPolicy], step_s: float, rate: float) -> None:
+        """Counts invalid drafts, and tells local policies the time of their calls and decision."""
+        share_s = (step_s - sum(ask.guard.call_s for ask in asked)) / max(len(asked), 1)
+        num_invalid = self._acceptance.state.num_invalid
+        for ask in asked:
+            for _ in range(num_invalid[ask.place]):
+                self._metrics.count_error(ask.member.kind)
             if isinstance(ask, LocalAskPolicy):
                 ask.observe(ask.guard.call_s + share_s, self._plan.credits[ask.place] / rate)
                 self._work.surplus_s[ask.place] = ask.surplus_s
-            elif isinstance(ask, RemoteAskPolicy):
-                ask.observe(asked, lengths, ask.guard.call_s)
+        num_invalid[:] = 0
 
-    def _explain(self, costs: Costs, calls: Sequence[_Call], sent: Int32Array, gain: float) -> None:
+    def _explain(self, costs: Costs, slots: Int64Array, gain: float) -> None:
         """Logs a step's expected costs, drafted and sent tokens, and expected gain."""
-        drafted = {ask.member.kind: lengths.tolist() for ask, _, lengths in calls}
+        lengths = self._acceptance.state.offers.lengths[:, slots].tolist()
         logger.debug(
             "a step: plain %.3g ms, with drafts %.3g ms and %.3g ms a token; drafted %s; sent %s; "
             "expected %.2f times the plain rate",
             *(1e3 * seconds for seconds in costs),
-            drafted,
-            sent.tolist(),
+            {ask.member.kind: lengths[ask.place] for ask in self._sources},
+            self._plan.lengths[: len(slots)].tolist(),
             1 + gain,
         )
 

@@ -223,8 +223,9 @@ def _send(a, work, slots, found):  # type: ignore[no-untyped-def]
         slot, source, length = slots[row], found.source[row], found.lengths[row]
         work.requests[slot, NUM_SENT] = length
         for j in range(length):
-            work.sent[slot, j] = work.drafts[total + j] = a.tokens[source, slot, j]
+            work.sent[slot, j] = work.drafts[total + j] = a.offers.tokens[source, slot, j]
         if length > 0:
-            work.requests[slot, SENT_LABEL] = a.labels[source, slot]
+            label = a.first_labels[source] + a.offers.labels[source, slot]
+            work.requests[slot, SENT_LABEL] = label
         total += length
     return total

@@ -45,9 +45,10 @@ class Source(Protocol):
             batch: n requests, all open.
             limits: int32 ``[n]``, longest useful draft of each, at most the source's
                 ``max_draft_len``; 0: no draft is wanted, the source may only learn.
-            drafts: written: n drafts, each at most ``limits[i]`` tokens long, with room for
-                ``max_draft_len``. All lengths are 0 before the call; the other arrays have the
-                contents of earlier steps. The labels are 0 if the source never writes them.
+            drafts: written, by slot: request i's draft, at most ``limits[i]`` tokens long, goes to
+                ``slots[i]``. The batch's lengths are 0 before the call; the other arrays have the
+                contents of earlier steps. The labels are 0 if the source never writes them. Other
+                slots must not be changed: they may hold drafts of pre-empted requests.
 
         Raises:
             Exception: any; the caller then switches the source off for a while.

@@ -59,9 +59,9 @@ class GrammarSource:
             except Exception as error:
                 self._give_up(slot, error)
                 continue
-            drafts.lengths[row] = len(found)
+            drafts.lengths[slot] = len(found)
             for place, (token, sure) in enumerate(found):
-                drafts.tokens[row, place], drafts.confidence[row, place] = token, sure
+                drafts.tokens[slot, place], drafts.confidence[slot, place] = token, sure
 
     def close(self, slots: Int64Array) -> None:
         """Drops the grammars of these requests."""

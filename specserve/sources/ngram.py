@@ -277,12 +277,12 @@ def _draft(batch, begin, end, limits, requests, sizes, seed, scratch, drafts):  
         for k in range(num_active):
             row = active[k]
             table = array_at(requests[slots[row], _ADDRESS], requests[slots[row], _CAPACITY])
-            text, draft = token_ids[row], drafts.tokens[row]
+            text, draft = token_ids[row], drafts.tokens[slots[row]]
             _end_tags(table, text, num_tokens[row], draft, j, sizes, seed, tags[row - begin])
         left = 0
         for k in range(num_active):
-            row = active[k]
-            table = array_at(requests[slots[row], _ADDRESS], requests[slots[row], _CAPACITY])
+            row, slot = active[k], slots[active[k]]
+            table = array_at(requests[slot, _ADDRESS], requests[slot, _CAPACITY])
             entry, size = _longest(table, sizes, tags[row - begin])
             if entry == 0:
                 continue
@@ -291,8 +291,8 @@ def _draft(batch, begin, end, limits, requests, sizes, seed, scratch, drafts):  
             products[row - begin] *= confidence
             if products[row - begin] < MIN_CONFIDENCE:
                 continue
-            drafts.tokens[row, j], drafts.confidence[row, j] = entry & _TOKEN, confidence
-            drafts.lengths[row] = j + 1
+            drafts.tokens[slot, j], drafts.confidence[slot, j] = entry & _TOKEN, confidence
+            drafts.lengths[slot] = j + 1
             if j + 1 < limits[row]:
                 active[left] = row
                 left += 1
@@ -329,7 +329,7 @@ def step_batch(batch, limits, requests, options, scratch, drafts):  # type: igno
             uint64, first state of the hash.
         scratch: votes, uint64 ``[3, _CHUNK]``; tags, uint64 ``[_GROUP, sizes]``; rows that still
             draft, int64 ``[_GROUP]``; products of their confidences, float64 ``[_GROUP]``.
-        drafts: of n requests, all of length 0; all but the labels is written.
+        drafts: all of length 0; all but the labels is written.
 
     Returns:
         -1, or the row of a request that needs a larger table; then no draft was made.

@@ -175,11 +175,11 @@ def draft_step(batch, limits, requests, drafts):  # type: ignore[no-untyped-def]
         batch: the first four arrays of a :class:`specserve.core.types.DraftBatch`.
         limits: int32 ``[n]``, longest draft.
         requests: int64 ``[slots, _NUM_COLUMNS]``; updated.
-        drafts: of n requests, all of length 0; all but the labels is written.
+        drafts: all of length 0; all but the labels is written.
     """
     slots, token_ids, num_tokens, num_prompt_tokens = batch
-    for i in range(slots.shape[0]):
-        request = requests[slots[i]]
+    for i, slot in enumerate(slots):
+        request = requests[slot]
         size = request[_SIZE]
         if size == 0:
             continue
@@ -189,6 +189,6 @@ def draft_step(batch, limits, requests, drafts):  # type: ignore[no-untyped-def]
         place = request[_PLACE]
         limit = min(limits[i], size - place)
         if place >= 0 and limit > 0:
-            draft, confidence = drafts.tokens[i, :limit], drafts.confidence[i]
+            draft, confidence = drafts.tokens[slot, :limit], drafts.confidence[slot]
             _copy(prediction, place, request[_MATCHED], draft, confidence)
-            drafts.lengths[i] = limit
+            drafts.lengths[slot] = limit

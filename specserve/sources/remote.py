@@ -140,8 +140,8 @@ class DrafterClient:
         for slot, row in read:  # one request each: a short text does not wait for a long one
             self._send(slot, [row], FEED_BUDGET_S, row.num_computed)
         if number and (answer := self._wait_for(number)) is not None:
-            self._fill(drafts, rows, answer, limits)
-            if np.count_nonzero(drafts.lengths):
+            self._fill(drafts, slots[rows], answer, limits[rows])
+            if np.count_nonzero(drafts.lengths[slots]):
                 self._followed.answered()
 
     def reading_s(self, batch: DraftBatch) -> Float64Array:
@@ -378,18 +378,19 @@ class DrafterClient:
             self._texts.rest(of_slot, math.inf if row.problem == "unfit" else BACKOFF_S)
 
     def _fill(
-        self, drafts: Drafts, rows: Int64Array, answer: DraftAnswer, limits: Int32Array
+        self, drafts: Drafts, slots: Int64Array, answer: DraftAnswer, limits: Int32Array
     ) -> None:
-        """Writes the answer's drafts into the given rows of ``drafts``."""
+        """Writes the answer's drafts for these slots, within the limits."""
         tokens: list[tuple[int, ...]] = []
         chances: list[bytes] = []
-        for limit, row in zip(limits[rows].tolist(), answer.rows, strict=True):
+        for limit, row in zip(limits.tolist(), answer.rows, strict=True):
             is_good = len(row.tokens) == len(row.chances)
             if not is_good:
                 self._metrics.count_error(self._kind)
             tokens.append(row.tokens[:limit] if is_good else ())
             chances.append(row.chances[:limit] if is_good else b"")
-        drafts.lengths[rows] = [len(each) for each in tokens]
-        is_drafted = np.arange(drafts.tokens.shape[1]) < drafts.lengths[:, None]
-        drafts.tokens[is_drafted] = list(chain.from_iterable(tokens))
-        drafts.confidence[is_drafted] = np.frombuffer(b"".join(chances), np.uint8) / 255
+        lengths = np.array([len(each) for each in tokens])
+        drafts.lengths[slots] = lengths
+        rows, places = (np.arange(drafts.tokens.shape[1]) < lengths[:, None]).nonzero()
+        drafts.tokens[slots[rows], places] = list(chain.from_iterable(tokens))
+        drafts.confidence[slots[rows], places] = np.frombuffer(b"".join(chances), np.uint8) / 255

@@ -147,7 +147,7 @@ class TrieSource:
                 trie.skip(int(self._sequences[slot]))
             self._num_learned[slot] = firsts[row]
         left = np.maximum(batch.num_tokens - self._num_learned[slots], 0)
-        limits, drafts = np.zeros(len(slots), np.int32), Drafts.empty(len(slots), 1)
+        limits, drafts = np.zeros(len(slots), np.int32), Drafts.empty(len(self._tries), 1)
         for _ in range(1 + int(left[is_learned].sum()) // LEARN_TOKENS_PER_STEP):
             self.propose(batch, limits, drafts)
 

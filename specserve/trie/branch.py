@@ -316,7 +316,7 @@ def lookup(  # type: ignore[no-untyped-def]
         chosen = rows[begin : begin + GROUP]
         _gather(a, group, chosen, texts, limits, sequences, min_match_len)
         for i in range(chosen.shape[0]):
-            row = chosen[i]
-            drafts.lengths[row], drafts.labels[row] = _draft(
-                a, group, i, limits[row], floor, drafts.tokens[row], drafts.confidence[row]
+            slot, limit = texts[0][chosen[i]], limits[chosen[i]]
+            drafts.lengths[slot], drafts.labels[slot] = _draft(
+                a, group, i, limit, floor, drafts.tokens[slot], drafts.confidence[slot]
             )

@@ -169,7 +169,7 @@ class TokenTrie:
             num_learned: int64 ``[slots]``, tokens learned of each text; updated.
             begins: int64 ``[n]``, output: first learned token of each row; 0 for other rows.
             ends: int64 ``[n]``, output: end of the learned tokens; 0 for other rows.
-            drafts: output, at least n rows; labels as in ``branch``.
+            drafts: output, by slot; labels as in ``branch``.
             skips_prompts: whether to learn outputs only.
             budget: tokens to learn from texts that have more than ``SMALL_TOKENS`` new ones.
             min_match_len: shortest match, in tokens, at least 2.

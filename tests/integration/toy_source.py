@@ -37,9 +37,9 @@ class ToySource:
     def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:
         """Drafts of the last token, as long as the limits allow."""
         last = batch.token_ids[np.arange(len(limits)), batch.num_tokens - 1]
-        drafts.tokens[:] = last[:, None]
-        drafts.lengths[:] = limits
-        drafts.confidence[:] = 0.5
+        drafts.tokens[batch.slots] = last[:, None]
+        drafts.lengths[batch.slots] = limits
+        drafts.confidence[batch.slots] = 0.5
 
     def close(self, slots: Int64Array) -> None:
         """Nothing is kept."""

@@ -132,7 +132,7 @@ class Perfect(Ours):
     def draft(self, batch: DraftBatch, num_new: Int32Array) -> list[list[int]]:
         """See :class:`Contender`."""
         super().draft(batch, num_new)
-        offers = self.chain._acceptance.state
+        offers = self.chain._acceptance.state.offers
         drafts = []
         for row, length in enumerate(batch.num_tokens.tolist()):
             rest = self._answers[row][length:-1]  # the step adds one more token

@@ -76,11 +76,11 @@ class ChanceSource:
     def close(self, slots: Int64Array) -> None: ...
 
     def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:
-        drafts.tokens[:] = np.arange(1, drafts.tokens.shape[1] + 1)
+        drafts.tokens[batch.slots] = np.arange(1, drafts.tokens.shape[1] + 1)
         for row, slot in enumerate(batch.slots.tolist()):
             if self.rng.random() < self.workload.hit_rate:
-                drafts.lengths[row] = limits[row]
-                drafts.confidence[row] = self.rng.choice((0.3, 0.5, 0.7))
+                drafts.lengths[slot] = limits[row]
+                drafts.confidence[slot] = self.rng.choice((0.3, 0.5, 0.7))
                 chances = self.workload.chances
                 first, further = chances[self.requests[row] % len(chances)]
                 count = 0

@@ -33,7 +33,7 @@ class Learner:
     """Offers drafts, writes the target's tokens and reads the estimates."""
 
     def __init__(self, num_sources: int = 1) -> None:
-        self.acceptance = Acceptance(num_sources, NUM_SLOTS, LONGEST)
+        self.acceptance = Acceptance([1] * num_sources, NUM_SLOTS, LONGEST, 100)
         self.num_sources = num_sources
 
     def offer(

@@ -32,8 +32,7 @@ SLOTS = np.array([0])
 
 def guarded(kind: str, source: FakeLocal) -> GuardedSource:
     member = Member(kind, source, (kind,), 8)
-    offers, stops = Drafts.empty(4, 8), np.full((4, 1), -1, np.int32)
-    return GuardedSource(member, SpeculationMetrics(), 100, Clock(), offers, stops)
+    return GuardedSource(member, SpeculationMetrics(), Clock(), Drafts.empty(4, 8))
 
 
 def local() -> LocalAskPolicy:

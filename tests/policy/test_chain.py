@@ -142,6 +142,69 @@ def test_a_slots_next_request_has_its_own_stop_tokens() -> None:
         engine.sent = [[]]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "confidence", "label"),
+    [
+        *(((1, -1), 0.5, 0), ((1, 100), 0.5, 0), ((1, 2), 1.5, 0), ((1, 2), -0.1, 0)),
+        *(((1, 2), float("nan"), 0), ((1, 2), 0.5, 1)),
+    ],
+)
+def test_a_draft_with_invalid_values_is_dropped_and_counted(
+    tokens: tuple[int, ...], confidence: float, label: int
+) -> None:
+    made = drafts([tokens, (1, 2)], labels=(label,))
+    made.confidence[0] = confidence
+    source = AnsweringSource(lambda *_: made)
+    engine = Engine(fixed("ngram", source), fixed("mtp", always(6)), controls=[AUTO, AUTO])
+    assert engine.step() == [[6], [1, 2]]
+    assert (engine.health("ngram").num_errors, engine.health("ngram").up) == (1, True)
+    engine.step([6, 7], [7])
+    assert engine.health("ngram").num_errors == 2
+
+
+@pytest.mark.parametrize("length", [-1, 9])
+def test_a_draft_with_an_invalid_length_is_dropped(length: int) -> None:
+    made = drafts([(1, 2), (1, 2)])
+    made.lengths[0] = length
+    source = AnsweringSource(lambda *_: made)
+    engine = Engine(fixed("ngram", source), controls=[AUTO, AUTO])
+    assert engine.step() == [[], [1, 2]]
+    assert engine.health("ngram").num_errors == 1
+
+
+def test_each_label_is_that_of_its_source() -> None:
+    first = AnsweringSource(lambda *_: drafts([(1, 2), ()], labels=(1, 0)))
+    second = AnsweringSource(lambda *_: drafts([(), (3, 4)]))
+    members = Member("ngram", first, ("one", "two"), 8, dynamic=False), fixed("mtp", second)
+    engine = Engine(*members, controls=[AUTO, AUTO])
+    engine.step()
+    engine.step([1, 2, 3], [3, 4, 5])
+    assert engine.chain.labels == ("one", "two", "mtp")
+    assert engine.outcomes[0].tolist() == [1, 2]
+
+
+def test_errors_in_open_and_close_are_contained_and_counted() -> None:
+    class Broken(AnsweringSource):
+        def open(self, slot: int, controls: RequestControls) -> None:
+            raise KeyError(slot)
+
+        def close(self, slots: object) -> None:
+            raise ValueError(slots)
+
+    engine = Engine(fixed("ngram", Broken(always(1).answer)))
+    engine.chain.close(np.array([0]))
+    assert engine.health("ngram").num_errors == 2
+
+
+def test_a_source_in_back_off_still_gets_open_and_close() -> None:
+    source = AnsweringSource(broken)
+    engine = Engine(fixed("ngram", source))
+    engine.step()
+    engine.chain.open(3, AUTO)
+    engine.chain.close(np.array([0, 3]))
+    assert (source.opened, source.closed) == ([0, 3], [0, 3])
+
+
 def test_a_failed_source_backs_off_and_the_next_one_drafts() -> None:
     source = AnsweringSource(broken)
     engine = Engine(fixed("ngram", source), fixed("mtp", always(6)))

@@ -10,7 +10,7 @@ from numba.core.dispatcher import Dispatcher
 from specserve.core.source_config import NgramConfig, PredictionConfig
 from specserve.core.types import RequestControls
 from specserve.policy import acceptance, cost, planner, step
-from specserve.sources import guard, ngram, prediction
+from specserve.sources import ngram, prediction
 from specserve.sources.base import SourceContext
 from specserve.sources.ngram import NgramSource
 from specserve.sources.prediction import PredictionSource
@@ -22,7 +22,7 @@ def compiled() -> dict[str, int]:
     """Number of signatures of each compiled function, by name."""
     return {
         f"{module.__name__}.{name}": len(value.signatures)
-        for module in (acceptance, cost, planner, step, guard, ngram, prediction)
+        for module in (acceptance, cost, planner, step, ngram, prediction)
         for name, value in vars(module).items()
         if isinstance(value, Dispatcher) and value.py_func.__module__ == module.__name__
     }
@@ -67,7 +67,6 @@ KERNELS = {
     "observe",
     "plan_step",
     "decide",
-    "_take",
     "step_batch",
     "draft_step",
     "rehash",

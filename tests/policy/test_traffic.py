@@ -305,7 +305,7 @@ class FollowingSource(FakeRemote):
         for slot in batch.slots[self._followed.which(batch.slots)].tolist():
             self._num_seen[slot] += 1
         super().propose(batch, limits, drafts)
-        if drafts.lengths.any():
+        if drafts.lengths[batch.slots].any():
             self._followed.answered()
 
     def are_followed(self, slots: Int64Array) -> BoolArray:

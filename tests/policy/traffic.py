@@ -64,11 +64,11 @@ class FakeLocal:
             raise self.guess
         if limits.any():
             self._clock.now += self.seconds
-        for row, (slot, limit) in enumerate(self.asked[-1].items()):
+        for slot, limit in self.asked[-1].items():
             guess = list(self.guess(slot))[:limit]
-            drafts.tokens[row, : len(guess)] = guess
-            drafts.confidence[row] = 0.6
-            drafts.lengths[row] = len(guess)
+            drafts.tokens[slot, : len(guess)] = guess
+            drafts.confidence[slot] = 0.6
+            drafts.lengths[slot] = len(guess)
 
     @property
     def num_asked(self) -> int:

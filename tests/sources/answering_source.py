@@ -26,8 +26,9 @@ class AnsweringSource:
     def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:
         self.limits.append(limits.tolist())
         found = self.answer(batch, limits)
-        drafts.tokens[:], drafts.lengths[:] = found.tokens, found.lengths
-        drafts.confidence[:], drafts.labels[:] = found.confidence, found.labels
+        slots = batch.slots
+        drafts.tokens[slots], drafts.lengths[slots] = found.tokens, found.lengths
+        drafts.confidence[slots], drafts.labels[slots] = found.confidence, found.labels
 
     def close(self, slots: Int64Array) -> None:
         self.closed += slots.tolist()

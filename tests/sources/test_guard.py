@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 
 from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
-from specserve.core.types import Drafts, RequestControls
+from specserve.core.types import DraftBatch, Drafts, Int32Array
 from specserve.sources.base import Member
-from specserve.sources.guard import (
-    MAX_BACKOFF_S,
-    GuardedSource,
-)
+from specserve.sources.guard import MAX_BACKOFF_S, GuardedSource
 from tests.sources.answering_source import AnsweringSource, Clock, always, batch, broken, drafts
 
 FOUR = np.array([4, 4], np.int32)
@@ -28,18 +25,16 @@ class Guarded:
 
     def __post_init__(self) -> None:
         self.offers = Drafts.empty(4, 8)
-        self.stops = np.full((4, 3), -1, np.int32)
+        self.batch = batch(2)
         member = Member("ngram", self.source, ("first", "second"), 8)
-        self.guard = GuardedSource(
-            member, self.metrics, 100, self.clock, self.offers, self.stops, first_label=3
-        )
+        self.guard = GuardedSource(member, self.metrics, self.clock, self.offers)
 
     def propose(self) -> list[list[int]] | None:
-        found = self.guard.propose(batch(2), FOUR)
-        if found is None:
+        if not self.guard.propose(self.batch, FOUR):
             return None
-        pairs = zip(found.tokens.tolist(), found.lengths.tolist(), strict=True)
-        return [tokens[:length] for tokens, length in pairs]
+        tokens, lengths, _, _ = self.offers
+        slots = self.batch.slots.tolist()
+        return [tokens[slot, : lengths[slot]].tolist() for slot in slots]
 
     @property
     def health(self) -> HealthSnapshot:
@@ -47,46 +42,25 @@ class Guarded:
         return entry
 
 
-def test_a_draft_is_cut_to_its_limit_and_is_among_the_offers() -> None:
-    guarded = Guarded(AnsweringSource(lambda *_: drafts([(1, 2, 3, 4, 5), (6,)], labels=(0, 1))))
-    assert guarded.propose() == [[1, 2, 3, 4], [6]]
-    tokens, lengths, confidence, labels = guarded.offers
-    assert lengths.tolist() == [4, 1, 0, 0]
-    assert tokens[:2, :4].tolist() == [[1, 2, 3, 4], [6, 0, 0, 0]]
-    assert confidence[:2, 0].tolist() == pytest.approx([0.9, 0.9])
-    assert labels[:2].tolist() == [3, 4]
+def test_drafts_are_written_to_the_slots_of_their_requests() -> None:
+    guarded = Guarded(AnsweringSource(lambda *_: drafts([(1, 2), (3,)], labels=(0, 1))))
+    guarded.batch = guarded.batch._replace(slots=np.array([3, 1]))
+    guarded.offers.lengths[2] = 4
+    assert guarded.propose() == [[1, 2], [3]]
+    assert guarded.offers.lengths.tolist() == [0, 1, 4, 2]
+    assert guarded.offers.labels.tolist() == [0, 1, 0, 0]
 
 
-def test_a_draft_ends_before_the_first_stop_token_of_its_request() -> None:
-    guarded = Guarded(AnsweringSource(lambda *_: drafts([(1, 2, 3, 4), (1, 2, 3, 4)])))
-    guarded.stops[:2] = (4, 3, -1), (1, 2, 3)
-    assert guarded.propose() == [[1, 2], []]
-    assert guarded.offers.lengths.tolist() == [2, 0, 0, 0]
-    assert guarded.health.num_errors == 0
+def test_a_source_that_fails_while_it_writes_leaves_no_draft() -> None:
+    class Failing(AnsweringSource):
+        def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:
+            super().propose(batch, limits, drafts)
+            raise OSError
 
-
-@pytest.mark.parametrize(
-    ("tokens", "confidence", "label"),
-    [
-        *(((1, -1), 0.5, 0), ((1, 100), 0.5, 0), ((1, 2), 1.5, 0), ((1, 2), -0.1, 0)),
-        *(((1, 2), float("nan"), 0), ((1, 2), 0.5, 2)),
-    ],
-)
-def test_a_draft_with_invalid_values_is_dropped_and_counted(
-    tokens: tuple[int, ...], confidence: float, label: int
-) -> None:
-    made = drafts([tokens, (1, 2)], labels=(label,))
-    made.confidence[0] = confidence
-    guarded = Guarded(AnsweringSource(lambda *_: made))
-    assert guarded.propose() == [[], [1, 2]]
-    assert (guarded.health.num_errors, guarded.health.up) == (1, True)
-
-
-@pytest.mark.parametrize("length", [-1, 9])
-def test_a_draft_with_an_invalid_length_is_dropped(length: int) -> None:
-    made = drafts([(1, 2), (1, 2)])
-    made.lengths[0] = length
-    assert Guarded(AnsweringSource(lambda *_: made)).propose() == [[], [1, 2]]
+    guarded = Guarded(Failing(always(1, 2).answer))
+    guarded.offers.lengths[2] = 4
+    assert guarded.propose() is None
+    assert guarded.offers.lengths.tolist() == [0, 0, 4, 0]
 
 
 def test_a_source_that_writes_no_draft_for_a_request_drafts_nothing_for_it() -> None:
@@ -126,29 +100,6 @@ def test_a_source_that_answers_a_probe_is_up_and_its_back_off_restarts() -> None
     guarded.propose()
     guarded.clock.now += 1.0
     assert guarded.guard.ready
-
-
-def test_errors_in_open_and_close_are_caught_and_counted() -> None:
-    class Broken(AnsweringSource):
-        def open(self, slot: int, controls: RequestControls) -> None:
-            raise KeyError(slot)
-
-        def close(self, slots: object) -> None:
-            raise ValueError(slots)
-
-    guarded = Guarded(Broken(always(1).answer))
-    guarded.guard.open(0, RequestControls())
-    guarded.guard.close(np.array([0]))
-    assert guarded.health.num_errors == 2
-
-
-def test_a_source_in_back_off_still_gets_open_and_close() -> None:
-    guarded = Guarded(AnsweringSource(broken))
-    guarded.propose()
-    assert not guarded.guard.ready
-    guarded.guard.open(3, RequestControls())
-    guarded.guard.close(np.array([1, 2]))
-    assert (guarded.source.opened, guarded.source.closed) == ([3], [1, 2])
 
 
 def test_calls_that_ask_for_drafts_are_timed() -> None:

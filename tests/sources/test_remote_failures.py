@@ -312,7 +312,6 @@ DRAFT = RowAnswer(20, (1, 2, 3), b"\xff\xff\xff")
         ((), (), 1),
         ((DRAFT, DRAFT), (), 1),
         ((RowAnswer(20, tuple(range(100)), bytes(100)),), (0, 1, 2), 0),
-        ((RowAnswer(20, (1, VOCAB_SIZE), b"\xff\xff"),), (), 1),
         ((RowAnswer(20, (1, 2, 3), b"\xff"),), (), 1),
         ((RowAnswer(LAST, (1, 2, 3), b"\xff\xff\xff", LAST),), (1, 2, 3), 0),
         ((RowAnswer(0, (), b"", LAST),), (), 0),
@@ -335,14 +334,15 @@ def test_answers_that_do_not_fit_their_request_cost_only_drafts(
     made = replica(stack, place)
     made.until_up()
     member = Member("draft_model", made.source, ("draft_model",), 8)
-    offers, stops = Drafts.empty(16, 8), np.full((16, 1), -1, np.int32)
-    guarded = GuardedSource(member, made.metrics, VOCAB_SIZE, time.monotonic, offers, stops)
+    offers = Drafts.empty(16, 8)
+    guarded = GuardedSource(member, made.metrics, time.monotonic, offers)
     for number, length in enumerate((20, 21, 25), start=1):
         made.grow(f"text {number}", length)
         made.until_up()
-        drafts = guarded.propose(made.batch(f"text {number}"), np.array([3], np.int32))
-        assert drafts is not None
-        assert drafts.tokens[0, : drafts.lengths[0]].tolist() == list(sent)
+        batch = made.batch(f"text {number}")
+        assert guarded.propose(batch, np.array([3], np.int32))
+        (slot,) = batch.slots.tolist()
+        assert offers.tokens[slot, : offers.lengths[slot]].tolist() == list(sent)
         assert made.health().num_errors == number * num_errors
         assert made.health().num_timeouts == 0
 
