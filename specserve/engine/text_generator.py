@@ -36,10 +36,6 @@ class TextGenerator(GenerateBaseServing):
         request_logger: logs requests; None: requests are not logged.
         max_concurrent_requests: limit of running and waiting requests.
         has_processors: whether the workers have :mod:`specserve.engine.logits_processors`.
-
-    Attributes:
-        max_total_tokens: of a prompt and its continuation together.
-        num_tokenizers: of vLLM's renderer.
     """
 
     def __init__(
@@ -52,10 +48,23 @@ class TextGenerator(GenerateBaseServing):
         has_processors: bool,
     ) -> None:
         super().__init__(engine_client, models, request_logger=request_logger)
-        self.max_total_tokens: int = engine_client.model_config.max_model_len
-        self.num_tokenizers: int = engine_client.model_config.renderer_num_workers
-        self.max_concurrent_requests = max_concurrent_requests
+        self._max_concurrent_requests = max_concurrent_requests
         self._has_processors = has_processors
+
+    @property
+    def max_concurrent_requests(self) -> int:
+        """Limit of running and waiting requests."""
+        return self._max_concurrent_requests
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Most tokens of a prompt and its continuation together."""
+        return int(self.engine_client.model_config.max_model_len)
+
+    @property
+    def num_tokenizers(self) -> int:
+        """Threads of vLLM's renderer."""
+        return int(self.engine_client.model_config.renderer_num_workers)
 
     async def generate(self, asked: Asked, call: Request) -> AsyncGenerator[Output, None]:
         """Continues a text. Closing the generator aborts the request.
