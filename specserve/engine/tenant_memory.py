@@ -107,6 +107,7 @@ class TenantMemory:
         Raises:
             SnapshotError: deleted, but the snapshot could not be written and still has the texts.
         """
+        self.held(tenant)  # a store that hangs is noticed sooner than by a purge, which may be long
         return self._find(self._store.name).purge(tenant_half(tenant))
 
     def _namespace(self, tenant: str, adapter: str) -> str:
