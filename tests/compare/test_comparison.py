@@ -7,11 +7,13 @@ import pytest
 from rich.console import Console
 
 from specserve.compare import comparison
-from specserve.compare.comparison import Settings, compare, warm_up
+from specserve.compare.comparison import Comparison, Settings, compare, warm_up
 from specserve.compare.prompts import Prompt
 from specserve.core.config import parse
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.engine.methods import NONE, Method
+
+NGRAM = Method("ngram")
 
 
 class Engine:
@@ -71,36 +73,36 @@ class Improbable(Started):
         self.token = 5 if method.name == NONE else 6
 
 
+def compared(
+    monkeypatch: pytest.MonkeyPatch, engine: type[Started], second: Prompt, repeat: int = 1
+) -> Comparison:
+    """``none`` and :data:`NGRAM` compared with two prompts; :attr:`Started.all` has the engines."""
+    monkeypatch.setattr(comparison, "EngineProcess", engine)
+    monkeypatch.setattr(Started, "all", [], raising=False)
+    methods = [Method(NONE), NGRAM]
+    config = parse({"model": {"path": "m"}, "speculation": [{"kind": "ngram"}]})
+    prompts = [Prompt("a", (7, 8)), second]
+    settings = Settings(max_tokens=4, tolerance=0.1, repeat=repeat)
+    with Path("/dev/null").open("w") as nowhere:
+        return compare(config, methods, prompts, settings, Console(file=nowhere), methods[0])
+
+
 def test_each_pass_has_an_engine_of_its_own_and_none_comes_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(comparison, "EngineProcess", Started)
-    monkeypatch.setattr(Started, "all", [], raising=False)
-    methods = [Method(NONE), Method("ngram")]
-    config = parse({"model": {"path": "m"}, "speculation": [{"kind": "ngram"}]})
-    prompts = [Prompt("a", (7, 8)), Prompt("b", (9,))]
-    settings = Settings(max_tokens=4, tolerance=0.1, repeat=2)
-    with Path("/dev/null").open("w") as nowhere:
-        found = compare(config, methods, prompts, settings, Console(file=nowhere), methods[0])
+    found = compared(monkeypatch, Started, Prompt("b", (9,)), repeat=2)
     assert [str(each.method) for each in Started.all] == ["ngram", "ngram", "none", "none"]
     assert {each.num_runs for each in Started.all} == {2}  # the warm-up and the pass
     assert {method: len(passes) for method, passes in found.passes.items()} == dict.fromkeys(
-        methods, 2
+        [Method(NONE), NGRAM], 2
     )
-    assert found.verdicts[methods[1]].num_identical == 4
+    assert found.verdicts[NGRAM].num_identical == 4
 
 
 def test_improbable_tokens_are_near_ties_only_where_a_schema_may_forbid_the_probable_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(comparison, "EngineProcess", Improbable)
-    monkeypatch.setattr(Started, "all", [], raising=False)
-    methods = [Method(NONE), Method("ngram")]
-    config = parse({"model": {"path": "m"}, "speculation": [{"kind": "ngram"}]})
-    prompts = [Prompt("a", (7, 8)), Prompt("b", (9,), json_schema="{}")]
-    settings = Settings(max_tokens=4, tolerance=0.1)
-    with Path("/dev/null").open("w") as nowhere:
-        found = compare(config, methods, prompts, settings, Console(file=nowhere), methods[0])
-    verdict = found.verdicts[methods[1]]
+    found = compared(monkeypatch, Improbable, Prompt("b", (9,), json_schema="{}"))
+    verdict = found.verdicts[NGRAM]
     assert [each.prompt for each in verdict.near_ties] == [1]
     assert [each.prompt for each in verdict.failures] == [0]

@@ -45,6 +45,11 @@ def scheduler() -> DraftScheduler:
     )
 
 
+@pytest.fixture
+def memory_for_12_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specserve.engine.scheduler.MAX_STEP_DRAFT_TOKENS", 12)
+
+
 def add(scheduler: DraftScheduler, name: str, prompt_len: int = 2, **params: Any) -> None:
     prompt = list(range(2, 2 + prompt_len))
     scheduler.add_request(Request(name, prompt, SamplingParams(max_tokens=99, **params), None))
@@ -94,31 +99,29 @@ def test_long_drafts_leave_tokens_for_waiting_prompts(scheduler: DraftScheduler)
     assert step(scheduler) == {"a": 8, "b": 8, "c": 8}
 
 
+@pytest.mark.usefixtures("memory_for_12_draft_tokens")
 def test_a_step_verifies_no_more_draft_tokens_than_memory_is_kept_for(
-    scheduler: DraftScheduler, monkeypatch: pytest.MonkeyPatch
+    scheduler: DraftScheduler,
 ) -> None:
-    monkeypatch.setattr("specserve.engine.scheduler.MAX_STEP_DRAFT_TOKENS", 12)
     for name in "ab":
         add(scheduler, name)
     step(scheduler, a=3, b=14)
     assert step(scheduler) == {"a": 4, "b": 10}
 
 
+@pytest.mark.usefixtures("memory_for_12_draft_tokens")
 @pytest.mark.parametrize("params", [{"logprobs": 1}, {"logprob_token_ids": [3]}])
 def test_drafts_are_shorter_where_log_probabilities_need_rows_of_equal_number(
-    scheduler: DraftScheduler, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    scheduler: DraftScheduler, params: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("specserve.engine.scheduler.MAX_STEP_DRAFT_TOKENS", 12)
     add(scheduler, "a")
     add(scheduler, "b", **params)
     step(scheduler, a=3, b=9)
     assert step(scheduler) == {"a": 4, "b": 7}
 
 
-def test_a_waiting_request_with_log_probabilities_counts_too(
-    scheduler: DraftScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specserve.engine.scheduler.MAX_STEP_DRAFT_TOKENS", 12)
+@pytest.mark.usefixtures("memory_for_12_draft_tokens")
+def test_a_waiting_request_with_log_probabilities_counts_too(scheduler: DraftScheduler) -> None:
     for name in "ab":
         add(scheduler, name)
     step(scheduler, a=3, b=9)
