@@ -38,6 +38,8 @@ BURST_S = 2.0
 """Seconds of that rate that may be used in advance. The last call admitted may exceed it."""
 CALL_BYTES = 16 << 10
 """Bytes that a call is charged in addition to its body."""
+PURGE_BYTES = 128 << 10
+"""Bytes that a DELETE is charged: every replica searches its memory for the tenant's texts."""
 LINE_BYTES = 256
 """Bytes that a line is charged in addition to its text: every replica learns it separately."""
 
@@ -185,6 +187,7 @@ class MemoryApi:
         if self._shares:
             why = "all tenants share one memory (share_tenants), and nothing in it is one's own"
             raise HTTPException(403, f"{why}; `specserve trie purge` clears it")
+        charge(PURGE_BYTES)
         num_tokens = await _run_in(self._forgetting, lambda: self._memory.purge(tenant))
         return {"forgotten_tokens": num_tokens}
 

@@ -10,7 +10,7 @@ import msgspec
 from specserve.trie.namespaces import is_part_of
 from specserve.trie.records import MAX_RECORD_TOKENS, Ranges, Record
 from specserve.trie.seen_records import SeenRecords
-from specserve.trie.tombstones import Tombstones, is_purged_by, is_replaced
+from specserve.trie.tombstones import Tombstones, is_purged_by
 
 MIN_BYTES = 1 << 16
 """Smallest log: a few of the longest records."""
@@ -60,6 +60,7 @@ class TokenLog:
         self._on_drop = on_drop
         self._slots: list[Record | None] = []
         self._head = 0  # index of the slot at ``start``
+        self._tombstone_at: dict[str, int] = {}  # position of each namespace's last tombstone
 
     @property
     def start(self) -> int:
@@ -78,6 +79,7 @@ class TokenLog:
         record = record.with_shared_names()
         if record.kind != "text":
             self._purge(record)
+            self._tombstone_at[record.namespace] = self.end
         self._put(record)
         return True
 
@@ -115,7 +117,9 @@ class TokenLog:
         return records, position, self.end - position
 
     def newest_stamp(self, purged: str) -> float:
-        """Stamp of the newest record that a purge of ``purged`` covers; 0 if there is none."""
+        """Stamp of the newest text that a purge of ``purged`` covers; 0 if there is none."""
+        if not self._holds_text_of(purged):
+            return 0.0
         stamps = (each.stamp for each in self.records() if is_part_of(each.namespace, purged))
         return max(stamps, default=0.0)
 
@@ -171,13 +175,25 @@ class TokenLog:
         if not self.tokens_by_namespace[record.namespace]:
             del self.tokens_by_namespace[record.namespace]
 
+    def _holds_text_of(self, purged: str) -> bool:
+        return any(is_part_of(name, purged) for name in self.tokens_by_namespace)
+
     def _purge(self, tombstone: Record) -> None:
-        for index in range(self._head, len(self._slots)):
-            record = self._slots[index]
-            if record is not None and (
-                is_purged_by(tombstone, record) or is_replaced(tombstone, record)
-            ):
-                self._slots[index] = None
-                self._count(record, -1)
-                self.num_bytes += SLOT_BYTES
+        """Removes what a tombstone covers, and the tombstone that it replaces."""
+        if self._holds_text_of(tombstone.namespace):  # a scan of a large log takes long
+            for index in range(self._head, len(self._slots)):
+                record = self._slots[index]
+                if record is not None and is_purged_by(tombstone, record):
+                    self._remove(index, record)
+        position = self._tombstone_at.get(tombstone.namespace, -1)
+        if position >= self.start:
+            index = position - self.end + len(self._slots)
+            older = self._slots[index]
+            if older is not None and older.stamp <= tombstone.stamp:
+                self._remove(index, older)
         self.tombstones.keep(tombstone)
+
+    def _remove(self, index: int, record: Record) -> None:
+        self._slots[index] = None
+        self._count(record, -1)
+        self.num_bytes += SLOT_BYTES

@@ -44,9 +44,3 @@ def is_purged_by(tombstone: Record, text: Record) -> bool:
     """Whether a tombstone covers this text."""
     is_older = text.kind == "text" and (text.began or text.stamp) <= tombstone.stamp
     return is_older and is_part_of(text.namespace, tombstone.namespace)
-
-
-def is_replaced(tombstone: Record, older: Record) -> bool:
-    """Whether a tombstone makes an older one redundant: same namespace, and no older stamp."""
-    is_about = older.kind == "purge" and older.namespace == tombstone.namespace
-    return is_about and older.stamp <= tombstone.stamp

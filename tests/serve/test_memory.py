@@ -303,6 +303,14 @@ def test_a_tenant_over_its_rate_gets_429_with_retry_after(
     assert client.post(PATH, content=body).status_code == 200
 
 
+def test_a_tenant_deletes_about_once_a_second(client: TestClient, clock: Clock) -> None:
+    statuses = []
+    for _ in range(20):
+        statuses.append(client.delete(PATH).status_code)
+        clock.now += 0.5
+    assert statuses.count(200) == pytest.approx(12, abs=1)
+
+
 def test_a_burst_of_small_calls_is_allowed(client: TestClient) -> None:
     statuses = [client.get(PATH).status_code for _ in range(30)]
     num_free = statuses.index(429)

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
+from specserve.trie import token_log
 from specserve.trie.records import Record
 from specserve.trie.token_log import MIN_BYTES, SCANNED, TokenLog
 from specserve.trie.tombstones import MAX_TOMBSTONES
@@ -178,6 +181,18 @@ def test_each_namespace_has_a_newest_stamp() -> None:
     log.append(record(3, stamp=now + 1, namespace="other"))
     assert log.newest_stamp("tenant") == now
     assert log.newest_stamp("nobody") == 0
+
+
+def test_a_purge_of_what_the_log_does_not_hold_scans_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = TokenLog(1 << 20)
+    log.append(record(1))
+    monkeypatch.setattr(token_log, "is_purged_by", None)
+    for number in (1, 2):
+        assert log.newest_stamp("other") == 0
+        log.append(Record("store", number, float(number), "other", "purge"))
+    assert [each.kind for each in log.records()] == ["text", "purge"]
 
 
 def test_a_newer_purge_replaces_older_ones_of_its_namespace() -> None:
