@@ -20,6 +20,9 @@ MAX_WAITING_SAVES = 4
 """Calls that may wait for a snapshot. A store runs eight calls at a time: if the file system hangs,
 four remain for the replicas."""
 
+START_S = 15.0
+"""Longest wait of a starting store for its snapshot, in seconds."""
+
 
 class SnapshotStats(msgspec.Struct, kw_only=True):
     """State of the snapshots; totals count from the start of the store.
@@ -42,8 +45,9 @@ class SnapshotStats(msgspec.Struct, kw_only=True):
 class SnapshotKeeper:
     """Keeps one snapshot file up to date; thread-safe.
 
-    If the file system fails at start, each interval tries again to read the snapshot. Until that
-    succeeds, nothing is written over it.
+    If the file system fails at start, each interval tries again to read the snapshot. If it hangs,
+    the store starts without the snapshot, which is taken over when it has been read. Until then,
+    nothing is written over it.
 
     Args:
         state: returns the content to save.
@@ -67,13 +71,14 @@ class SnapshotKeeper:
         self._saved: Ranges = {}
         self._saved_at = 0.0
         self._stats = SnapshotStats(url=file.url)
-        self._stopping = threading.Event()
+        self._was_tried, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
 
     def start(self) -> None:
-        """Loads the snapshot, if there is one, then starts the schedule."""
-        self._try()
+        """Starts the schedule. Waits at most ``START_S`` seconds until the snapshot is loaded."""
         self._thread.start()
+        if not self._was_tried.wait(START_S):
+            logger.warning("%s is being read; the store starts without it", self._file.url)
 
     def save_now(self) -> int:
         """Writes a snapshot and returns its size in bytes.
@@ -106,6 +111,8 @@ class SnapshotKeeper:
         return msgspec.structs.replace(self._stats, age_s=age_s)
 
     def _run(self) -> None:
+        self._try()
+        self._was_tried.set()
         while not self._stopping.wait(self._interval_s):
             self._try()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from specserve.core.errors import SnapshotError
+from specserve.trie import snapshot_keeper
 from specserve.trie.log_snapshot import SnapshotFile
 from specserve.trie.snapshot_keeper import MAX_WAITING_SAVES, SnapshotKeeper
 from specserve.trie.token_log import LogState, TokenLog
@@ -81,6 +82,22 @@ def test_stop_writes_a_last_snapshot(path: Path) -> None:
     assert it.saved() == it.state()
     it.keeper.stop()
     assert it.keeper.stats().num_saved == 1
+
+
+def test_a_store_starts_while_the_file_system_hangs(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_keeper, "START_S", 0.05)
+    with kept(path) as first:
+        first.append(1)
+    late, may_read = Kept(path, 3600.0), threading.Event()
+    read = late.file.load_or_set_aside
+    monkeypatch.setattr(late.file, "load_or_set_aside", lambda: may_read.wait(WAIT_S) and read())
+    late.keeper.start()
+    assert not late.taken_over
+    may_read.set()
+    late.keeper.stop()
+    assert late.taken_over == [first.state()]
 
 
 def test_start_loads_the_existing_snapshot(path: Path) -> None:
