@@ -29,6 +29,10 @@ Report = Callable[[bool, str], None]
 HELLO_UP_S, HELLO_DOWN_S = 1.0, 0.2
 """Interval of hello messages in seconds, while the drafter may be asked and while it may not."""
 
+SEARCH_S = 300.0
+"""Interval in seconds of further searches while a drafter answers. After one was replaced, another
+may have fewer replicas."""
+
 SILENT_S = 2.0
 """Seconds without an answer to a hello after which the monitor calls ``find`` again."""
 
@@ -121,7 +125,7 @@ class HealthMonitor:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._endpoint: Endpoint | None = None
-        self._hello_sent_at = 0.0
+        self._hello_sent_at = self._found_at = 0.0
         self._unanswered_since: float | None = None
         self._num_silent_finds = 0
         self._closing = threading.Event()
@@ -156,6 +160,8 @@ class HealthMonitor:
                 is_silent = since is not None and time.monotonic() - since > SILENT_S
                 if self._socket is None or is_silent:
                     self._reconnect()
+                elif self.peer is not None and time.monotonic() - self._found_at > SEARCH_S:
+                    self._search_again()
                 self._send_hello()
                 self._read_reply()
             except SpecServeError as error:
@@ -178,8 +184,24 @@ class HealthMonitor:
             self.peer = None
             self._connection += 1
         self._report_state()  # find may take seconds
-        if (found := self._find()) is not None:
-            self._endpoint = Endpoint.parse(found)
+        self._connect(self._find())
+
+    def _search_again(self) -> None:
+        """Moves to another drafter if ``find`` returns one; keeps this one if it does not."""
+        self._found_at = time.monotonic()
+        found = None
+        with suppress(SpecServeError):
+            found = self._find()
+        if found is not None and Endpoint.parse(found) != self._endpoint:
+            with self._lock:
+                self.peer = None
+                self._connection += 1
+            self._connect(found)
+
+    def _connect(self, found: str | None) -> None:
+        """Opens a connection to ``found``; None: to the drafter that was found last, if any."""
+        if found is not None:
+            self._endpoint, self._found_at = Endpoint.parse(found), time.monotonic()
         self._disconnect()
         if self._endpoint is None:
             self._closing.wait(HELLO_UP_S)

@@ -16,6 +16,7 @@ from specserve.sources import health_monitor
 from specserve.sources.health_monitor import Find, HealthMonitor, Wanted
 from specserve.wire.endpoint import Endpoint
 from tests.drafters.fakes import VOCAB_SIZE, WAIT_S, FakeDrafter
+from tests.integration.cluster import eventually
 
 Reports = Iterator[tuple[bool, str]]
 
@@ -101,3 +102,27 @@ def test_a_drafter_with_a_new_secret_is_searched_for_again(
     assert server.counters.num_refused["unauthorized"] == 1
     assert not [record for record in caplog.records if record.exc_info]
     assert secret not in caplog.text
+
+
+def test_a_drafter_that_was_found_later_is_taken(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health_monitor, "SEARCH_S", 0.05)
+    monkeypatch.setattr(health_monitor, "HELLO_UP_S", 0.05)
+    drafters = [FakeDrafter(), FakeDrafter()]
+    for drafter in drafters:
+        drafter.card = msgspec.structs.replace(drafter.card, vocab_size=500)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(closing(DrafterServer(each))) for each in drafters)
+        answers: list[str | EngineError | None] = [first.address, EngineError("away"), None]
+
+        def find() -> str | None:
+            answer = answers.pop(0) if answers else second.address
+            if isinstance(answer, EngineError):
+                raise answer
+            return answer
+
+        reports = watch(find)
+        ups = [up for up, _ in (next(reports) for _ in range(200)) if not answers]
+        assert ups.count(True) > ups.count(False)  # a search in vain loses no drafter
+        eventually(lambda: second.idle_s < 0.5 < first.idle_s, "hellos to the second alone", WAIT_S)
