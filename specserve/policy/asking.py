@@ -113,6 +113,7 @@ class RemoteAskPolicy(AskPolicy):
         self._plain_s = np.inf  # seconds of a plain step when last asked
         self._pause = Backoff(1, MAX_PROBE_INTERVAL)
         self._step = self._num_tries = self._num_unwanted = 0
+        self._probed = -1  # slot of the last probed request
         self._is_probe = False
         self._interval = MAX_ASK_INTERVAL
         self._waits_since: int | None = None  # step since which a probe waits for a followed text
@@ -239,6 +240,8 @@ class RemoteAskPolicy(AskPolicy):
         is followed, the probe waits first; after ``MAX_PROBE_INTERVAL`` steps it takes any request.
         """
         waits_s, asked = self._waits_s, np.zeros_like(limits)
+        if self._num_tries and np.isposinf(waits_s[slots == self._probed]).any():
+            return asked  # the source still reads the probed text
         able = (waits_s < np.inf) & (values < _MAX_PROBED_VALUE * limits)
         if not self._pause.is_due(self._step) or not able.any():
             return asked
@@ -252,6 +255,7 @@ class RemoteAskPolicy(AskPolicy):
             return asked
         row = int(np.where(able, values, np.inf).argmin())
         asked[row] = limits[row]
+        self._probed = int(slots[row])
         if waits_s[row] == 0.0:  # else the source only reads the text
             self._spend(credit_s, price_s, self._plain_s)
         self._is_probe, self._waits_since = True, None

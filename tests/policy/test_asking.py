@@ -179,6 +179,22 @@ def test_a_probe_is_repeated_until_it_gets_a_draft(ask: RemoteAskPolicy) -> None
     assert len(probes(ask, 64, ONE)) < 10
 
 
+def test_a_probe_lets_the_source_read_one_text_at_a_time(
+    ask: RemoteAskPolicy, source: FakeRemote
+) -> None:
+    def asked(step: int) -> list[int]:
+        asked = ask.limits(**context(step, values=(0.0, 0.0), limits=(4, 4)), credit_s=full())
+        ask.observe(asked, np.zeros(2, np.int32), 0.0)
+        return asked.tolist()
+
+    source.waits = {0: 0.1, 1: 0.1}
+    assert asked(0) == [4, 0]
+    source.waits[0] = float("inf")
+    assert asked(8) == [0, 0]
+    source.waits[0] = 0.0
+    assert asked(16) == [4, 0]
+
+
 def test_probes_are_paid_from_the_account(ask: RemoteAskPolicy) -> None:
     account = new()
     earn(account, STEP_S, 1)
