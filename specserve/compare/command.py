@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the comparison and returns the exit code: 1 if speculation changed the text, else 0."""
     from rich.console import Console
 
-    from specserve.compare.comparison import Settings, compare
+    from specserve.compare.comparison import Comparison, Settings, compare
     from specserve.compare.lossless import default_tolerance
     from specserve.compare.prompts import check_lengths, configured_tokenizer, load_prompts
     from specserve.compare.report import document, explanation, table, write_json
@@ -77,7 +77,13 @@ def run(args: argparse.Namespace) -> int:
     prompts = load_prompts(args.prompts, tokenizer, num_prompts=args.num_prompts, seed=args.seed)
     check_lengths(prompts, args.prompts, text_sizes(config)[0])
     console = Console(markup=False)
-    comparison = compare(config, methods, prompts, settings, console, Method(NONE))
+
+    def save(comparison: Comparison) -> None:
+        if args.save_output:
+            write_json(args.save_output, document(comparison, config, args.prompts))
+            console.out(f"written: {args.save_output}", highlight=False)
+
+    comparison = compare(config, methods, prompts, settings, console, Method(NONE), save)
     console.print(table(comparison, f"{config.model.name}, {len(prompts)} prompts of "
                         f"{args.prompts}, concurrency {args.concurrency}"))  # fmt: skip
     for line in explanation(comparison):
@@ -87,7 +93,5 @@ def run(args: argparse.Namespace) -> int:
     else:
         why = "needs `none` and another method" if settings.temperature == 0 else "needs greedy"
         console.print(f"Lossless: not checked ({why})")
-    if args.save_output:
-        write_json(args.save_output, document(comparison, config, args.prompts))
-        console.out(f"written: {args.save_output}", highlight=False)
+    save(comparison)
     return 0 if comparison.is_lossless else 1

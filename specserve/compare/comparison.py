@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -13,6 +13,7 @@ from specserve.compare.engine_process import EngineProcess
 from specserve.compare.lossless import Verdict, default_tolerance, judge
 from specserve.compare.prompts import Prompt
 from specserve.core.config import AppConfig
+from specserve.core.errors import SpecServeError
 from specserve.engine.generation import Job, RunResult, Sampling
 from specserve.engine.methods import NONE, Method
 
@@ -68,12 +69,16 @@ def compare(
     settings: Settings,
     console: Console,
     reference: Method,
+    save: Callable[[Comparison], None],
 ) -> Comparison:
     """Runs each pass of each method in an engine of its own, one after another.
 
     A method may remember earlier passes, so each starts with an empty memory. ``none`` runs last:
     its engine then scores where outputs differ from those of ``reference``, which is one of the
     methods.
+
+    Args:
+        save: called with the finished passes if a later one fails or is interrupted.
 
     Raises:
         EngineError: an engine did not start or died; no process keeps running.
@@ -83,17 +88,23 @@ def compare(
     against_none: dict[Method, Verdict] = {}
     runs = [(method, number) for method in methods for number in range(settings.repeat)]
     last = Method(NONE), settings.repeat - 1
-    for method, number in sorted(runs, key=lambda run: run[0].is_none):
-        with EngineProcess(config, method) as engine:
-            with console.status(f"{method}: loading the model"):
-                engine.wait_ready()
-            found[method].append(_pass(engine, prompts, settings, console))
-            if (method, number) == last and settings.temperature == 0:
-                verdicts = _judge(engine, prompts, found, settings, reference)
-                if reference != method:
-                    own = replace(settings, tolerance=default_tolerance(config.engine.dtype))
-                    ours = {each: found[each] for each in methods if each != reference}
-                    against_none = _judge(engine, prompts, ours, own, method)
+    try:
+        for method, number in sorted(runs, key=lambda run: run[0].is_none):
+            with EngineProcess(config, method) as engine:
+                with console.status(f"{method}: loading the model"):
+                    engine.wait_ready()
+                found[method].append(_pass(engine, prompts, settings, console))
+                if (method, number) == last and settings.temperature == 0:
+                    verdicts = _judge(engine, prompts, found, settings, reference)
+                    if reference != method:
+                        own = replace(settings, tolerance=default_tolerance(config.engine.dtype))
+                        ours = {each: found[each] for each in methods if each != reference}
+                        against_none = _judge(engine, prompts, ours, own, method)
+    except (SpecServeError, KeyboardInterrupt):
+        finished = {method: passes for method, passes in found.items() if passes}
+        if finished:
+            save(Comparison(prompts=prompts, settings=settings, passes=finished, verdicts={}))
+        raise
     return Comparison(
         prompts=prompts,
         settings=settings,

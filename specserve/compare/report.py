@@ -108,14 +108,18 @@ def document(comparison: Comparison, config: AppConfig, prompt_set: str) -> dict
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a document as JSON, atomically: to a temporary file, which is then renamed.
 
+    A device, a pipe or a symbolic link stays what it is, and is written in place.
+
     Raises:
         ConfigError: the file cannot be written.
     """
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
-    temporary = path.with_name(f".{path.name}.tmp")
+    in_place = path.is_symlink() or (path.exists() and not path.is_file())
+    written = path if in_place else path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(f"{text}\n", encoding="utf-8")
-        temporary.replace(path)
+        written.write_text(f"{text}\n", encoding="utf-8")
+        if not in_place:
+            written.replace(path)
     except OSError as error:
         allowed = f"a file that can be written ({error.strerror})"
         raise ConfigError("--save-output", str(path), allowed) from None

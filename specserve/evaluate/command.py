@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specserve.compare.arguments import in_existing_folder, number_from, only_application
 from specserve.core.errors import ConfigError
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the evaluation and returns the exit code: 1 if quality was lost, else 0."""
     from rich.console import Console
 
-    from specserve.compare.comparison import Settings, compare
+    from specserve.compare.comparison import Comparison, Settings, compare
     from specserve.compare.lossless import BF16_TOLERANCE, default_tolerance
     from specserve.compare.prompts import configured_tokenizer
     from specserve.compare.report import document, write_json
@@ -75,18 +75,25 @@ def run(args: argparse.Namespace) -> int:
         tolerance = BF16_TOLERANCE
     settings = Settings(max_tokens=args.max_tokens, tolerance=tolerance)
     console = Console(markup=False)
-    comparison = compare(config, methods, examples, settings, console, reference)
+    what = str(args.data or args.tasks)
+
+    def save(content: dict[str, Any]) -> None:
+        if args.save_output:
+            write_json(args.save_output, content)
+            console.out(f"written: {args.save_output}", highlight=False)
+
+    def save_unfinished(comparison: Comparison) -> None:
+        save(document(comparison, config, what))
+
+    comparison = compare(config, methods, examples, settings, console, reference, save_unfinished)
     found = judge_quality(comparison)
     lost = failures(found, threshold)
-    what = str(args.data or args.tasks)
     title = f"{config.model.name}, {len(examples)} questions of {what}"
     console.print(table(comparison, found, reference, title))
     for line in [*differences(found, reference), *lost]:
         console.print(line, highlight=False)
-    if args.save_output:
-        content = document(comparison, config, what)
-        write_json(args.save_output, with_quality(content, comparison, found, reference, lost))
-        console.out(f"written: {args.save_output}", highlight=False)
+    content = document(comparison, config, what)
+    save(with_quality(content, comparison, found, reference, lost))
     console.print(f"Quality kept: {'NO' if lost else 'yes'}")
     return 1 if lost else 0
 

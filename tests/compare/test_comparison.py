@@ -9,11 +9,14 @@ from rich.console import Console
 from specserve.compare import comparison
 from specserve.compare.comparison import Comparison, Settings, compare, warm_up
 from specserve.compare.prompts import Prompt
+from specserve.compare.report import document
 from specserve.core.config import parse
+from specserve.core.errors import EngineError
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.engine.methods import NONE, Method
 
 NGRAM = Method("ngram")
+CONFIG = parse({"model": {"path": "m"}, "speculation": [{"kind": "ngram"}]})
 
 
 class Engine:
@@ -73,6 +76,17 @@ class Improbable(Started):
         self.token = 5 if method.name == NONE else 6
 
 
+class Broken(Started):
+    """Without draft sources it does not start."""
+
+    def wait_ready(self) -> None:
+        if self.method.is_none:
+            raise EngineError("out of memory")
+
+
+unfinished: list[Comparison] = []
+
+
 def compared(
     monkeypatch: pytest.MonkeyPatch, engine: type[Started], second: Prompt, repeat: int = 1
 ) -> Comparison:
@@ -80,11 +94,11 @@ def compared(
     monkeypatch.setattr(comparison, "EngineProcess", engine)
     monkeypatch.setattr(Started, "all", [], raising=False)
     methods = [Method(NONE), NGRAM]
-    config = parse({"model": {"path": "m"}, "speculation": [{"kind": "ngram"}]})
     prompts = [Prompt("a", (7, 8)), second]
     settings = Settings(max_tokens=4, tolerance=0.1, repeat=repeat)
     with Path("/dev/null").open("w") as nowhere:
-        return compare(config, methods, prompts, settings, Console(file=nowhere), methods[0])
+        console = Console(file=nowhere)
+        return compare(CONFIG, methods, prompts, settings, console, methods[0], unfinished.append)
 
 
 def test_each_pass_has_an_engine_of_its_own_and_none_comes_last(
@@ -97,6 +111,15 @@ def test_each_pass_has_an_engine_of_its_own_and_none_comes_last(
         [Method(NONE), NGRAM], 2
     )
     assert found.verdicts[NGRAM].num_identical == 4
+    assert not unfinished
+
+
+def test_finished_passes_are_saved_if_a_later_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError):
+        compared(monkeypatch, Broken, Prompt("b", (9,)), repeat=2)
+    saved = unfinished.pop()
+    assert {method: len(passes) for method, passes in saved.passes.items()} == {NGRAM: 2}
+    assert document(saved, CONFIG, "own")["lossless"] is None
 
 
 def test_improbable_tokens_are_near_ties_only_where_a_schema_may_forbid_the_probable_ones(

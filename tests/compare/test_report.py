@@ -1,4 +1,6 @@
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +105,20 @@ def test_a_changed_text_is_reported(comparison: Comparison) -> None:
     content = document(comparison, CONFIG, "own")
     assert content["lossless"] is False
     assert content["ngram"]["lossless"]["failures"][0]["gap"] is None
+
+
+def test_a_link_and_a_pipe_are_written_in_place(tmp_path: Path) -> None:
+    link, target, pipe = (tmp_path / name for name in ("link", "target", "pipe"))
+    link.symlink_to(target)
+    write_json(link, {"a": 1})
+    assert link.is_symlink()
+    assert json.loads(target.read_text()) == {"a": 1}
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        text = pool.submit(pipe.read_text)
+        write_json(pipe, {"b": 2})
+        assert json.loads(text.result()) == {"b": 2}
+    assert pipe.is_fifo()
 
 
 def test_a_value_that_is_not_json_leaves_the_file_unchanged(tmp_path: Path) -> None:
