@@ -40,6 +40,7 @@ class DraftScheduler(Scheduler):
         waiting prompts would not be read. All drafts are cut to the same length. While prompts are
         read, or can be, they get at least half of the tokens that are left for drafts.
         """
+        self._cut_drafts_for_logprobs()
         left = self.max_num_scheduled_tokens - len(self.running)
         if len(self.running) * self.num_spec_tokens <= min(left // 2, MAX_STEP_DRAFT_TOKENS):
             return
@@ -50,13 +51,23 @@ class DraftScheduler(Scheduler):
         room = max(0, min(left, MAX_STEP_DRAFT_TOKENS))
         drafts = [each.spec_token_ids for each in self.running]
         longest = max(map(len, drafts), default=0)
-        if any(map(_has_logprobs, (*self.running, *self.waiting))):
-            # vLLM then holds as many rows of logits for each request as the longest draft needs.
-            longest = min(longest, MAX_STEP_DRAFT_TOKENS // len(self.running))
         while sum(min(len(draft), longest) for draft in drafts) > room:
             longest -= 1
         for draft in drafts:
             del draft[longest:]
+
+    def _cut_drafts_for_logprobs(self) -> None:
+        """Shortens the drafts if the step has a request with log-probabilities.
+
+        vLLM then holds as many rows of logits for each request as the longest draft needs, also for
+        prompts that start in this step.
+        """
+        most_requests = min(sum(self.get_request_counts()), self.max_num_running_reqs)
+        if not self.running or most_requests * self.num_spec_tokens <= MAX_STEP_DRAFT_TOKENS:
+            return
+        if any(map(_has_logprobs, (*self.running, *self.waiting, *self.kv_holding_waiting))):
+            for draft in [each.spec_token_ids for each in self.running]:
+                del draft[MAX_STEP_DRAFT_TOKENS // most_requests :]
 
     def add_request(self, request: Any) -> None:
         """vLLM's method. Starts the counts of a request whose answer reports them."""

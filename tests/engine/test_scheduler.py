@@ -126,7 +126,19 @@ def test_a_waiting_request_with_log_probabilities_counts_too(scheduler: DraftSch
         add(scheduler, name)
     step(scheduler, a=3, b=9)
     add(scheduler, "c", logprobs=1)
-    assert step(scheduler) == {"a": 4, "b": 7, "c": 2}
+    assert step(scheduler) == {"a": 4, "b": 5, "c": 2}
+
+
+@pytest.mark.usefixtures("memory_for_12_draft_tokens")
+def test_all_requests_that_may_start_with_log_probabilities_count(
+    scheduler: DraftScheduler,
+) -> None:
+    scheduler.max_num_scheduled_tokens = 99  # room for all that is drafted
+    add(scheduler, "a")
+    step(scheduler, a=11)
+    for name in "bcdefghij":  # eight run at most
+        add(scheduler, name, logprobs=1)
+    assert step(scheduler)["a"] == 1 + 12 // 8
 
 
 def test_drafts_are_not_halved_for_prompts_that_cannot_start(scheduler: DraftScheduler) -> None:
