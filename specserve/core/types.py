@@ -67,6 +67,7 @@ class RequestControls(msgspec.Struct, frozen=True):
         prediction: token ids of the text that the client expects as the answer, int32; empty: none.
         report: whether the answer must contain a report of speculation.
         grammar: the answer's grammar; None: it has none, or no source drafts from grammars.
+        began: when the text began, in seconds since 1970; 0.0: it begins now.
     """
 
     speculation: str = "auto"
@@ -78,6 +79,7 @@ class RequestControls(msgspec.Struct, frozen=True):
     prediction: bytes = b""
     report: bool = False
     grammar: Grammar | None = None
+    began: float = 0.0
 
 
 class HiddenStates(NamedTuple):

@@ -11,6 +11,7 @@ A beam's candidates are its most likely tokens after temperature, ``top_k`` and 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -34,8 +35,9 @@ from specserve.core.types import Float64Array
 from specserve.engine.tenants import IN_BEAM_SEARCH
 from specserve.sources.controls import samples_beams
 
-Learn = Callable[[list[int], int, str], Awaitable[None]]
-"""Teaches a text to the sources: token ids, number of prompt tokens, name of the adapter."""
+Learn = Callable[[list[int], int, str, float], Awaitable[None]]
+"""Teaches a text to the sources: token ids, number of prompt tokens, name of the adapter, and when
+the text began, in seconds since 1970."""
 
 
 def extend_beam_search(max_logprobs: int, learn: Learn) -> None:
@@ -61,6 +63,7 @@ def extend_beam_search(max_logprobs: int, learn: Learn) -> None:
         is_drawn = hasattr(params, "drawing") and prompt["type"] != "embeds"  # refused by vLLM
         search = sampled_beam_search if is_drawn else plain
         adapter = lora_request.lora_name if lora_request is not None else ""
+        began = time.time()
         # Between two steps the search has no request in the engine, so others may take its places.
         self.engine_client.check_admission(params.beam_width)
         IN_BEAM_SEARCH.set(True)
@@ -69,7 +72,7 @@ def extend_beam_search(max_logprobs: int, learn: Learn) -> None:
                 best = output.outputs[0]
                 if best.finish_reason in ("stop", "length"):
                     asked = output.prompt_token_ids
-                    await learn([*asked, *best.token_ids], len(asked), adapter)
+                    await learn([*asked, *best.token_ids], len(asked), adapter, began)
                 yield output
         finally:
             IN_BEAM_SEARCH.set(False)
@@ -149,7 +152,7 @@ async def sampled_beam_search(
     ``params.drawing`` has the sampling settings. ``options`` go to the engine's ``generate``.
     """
     drawing: Drawing = params.drawing
-    generator = np.random.default_rng(drawing.seed)
+    generator = np.random.default_rng(None if drawing.seed is None else drawing.seed % 2**64)
     step = SamplingParams(
         logprobs=drawing.top_k, max_tokens=1, watermarking=False, detokenize=False
     )

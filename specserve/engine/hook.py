@@ -212,6 +212,7 @@ class ProposerHook:
         num_prompt_tokens: int,
         extra_args: Mapping[str, object],
         adapter: str = "",
+        began: float = 0.0,
     ) -> None:
         """Teaches the sources a text that several requests produced, such as a beam search's.
 
@@ -220,8 +221,9 @@ class ProposerHook:
             num_prompt_tokens: how many of the first tokens are prompt.
             extra_args: controls of the call that it answers and, with API keys, the tenant.
             adapter: the LoRA adapter that wrote it; empty: none.
+            began: when the text began, in seconds since 1970; 0.0: it begins now.
         """
-        controls = replace(self._controls_of(extra_args), adapter=adapter)
+        controls = replace(self._controls_of(extra_args), adapter=adapter, began=began)
         if not controls.learn:
             return
         token_ids = np.array([tokens], np.int32)

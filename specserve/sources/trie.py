@@ -96,6 +96,8 @@ class TrieSource:
             return
         tenant = "" if self._config.share_tenants else controls.tenant
         of = namespace(self._identity, controls.adapter, tenant)
+        if controls.began and self._memory.was_purged_since(of, controls.began):
+            return
         trie = None if controls.tenant == NO_TENANT else self._memory.for_request(of)
         if trie is None:
             self._misses.note(of, self._why_none(of, controls))
@@ -111,7 +113,7 @@ class TrieSource:
         self._put(slot, trie)
         if self._unsent is not None and controls.learn:
             # Not the request's id: clients may choose it, and two may choose the same.
-            self._unsent.open(slot, of, f"{self._text_prefix}-{self._num_opened:x}")
+            self._unsent.open(slot, of, f"{self._text_prefix}-{self._num_opened:x}", controls.began)
             self._num_opened += 1
 
     def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:

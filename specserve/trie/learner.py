@@ -60,7 +60,7 @@ class ClusterLearner:
     def apply(self, record: Record) -> None:
         """Learns a text record, or forgets what a purge covers."""
         if record.kind == "purge":
-            self._memory.clear(record.namespace)
+            self._memory.clear(record.namespace, record.stamp)
             return
         trie = self._memory.for_record(record.namespace)
         if trie is None:

@@ -89,6 +89,7 @@ class TrieMemory:
             half_of(name): [TokenTrie(self._trie_bytes) for _ in range(num_adapters)]
             for name in namespaces
         }
+        self._purged_at: dict[str, float] = {}
         self._lock = threading.Lock()
         for name in adapters:
             if (entry := self._find(name)) is not None:
@@ -144,8 +145,17 @@ class TrieMemory:
         with self._lock:
             return {name: each.trie for name, each in (self._own | self._adapters).items()}
 
-    def clear(self, purged: str) -> None:
-        """Clears the trie of a namespace, or all tries of a tenant by its half of the name."""
+    def was_purged_since(self, namespace: str, began: float) -> bool:
+        """Whether a purge with a stamp of ``began`` or later covered the namespace."""
+        stamps = (self._purged_at.get(each, -inf) for each in (namespace, half_of(namespace)))
+        return max(stamps) >= began
+
+    def clear(self, purged: str, stamp: float) -> None:
+        """Clears the trie of a namespace, or all tries of a tenant by its half of the name.
+
+        ``stamp`` is the purge's, in seconds since 1970.
+        """
+        self._purged_at[purged] = stamp
         for name, trie in self.tries().items():
             if is_part_of(name, purged):
                 trie.clear()

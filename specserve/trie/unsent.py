@@ -81,10 +81,10 @@ class UnsentTexts:
             collect, self._tails, self._is_shared, batch, none, none, 0.0, self._full
         )
 
-    def open(self, slot: int, namespace: str, name: str) -> None:
-        """Starts a text that is shared with other replicas."""
+    def open(self, slot: int, namespace: str, name: str, began: float = 0.0) -> None:
+        """Starts a text that is shared with other replicas; ``began`` 0.0: it begins now."""
         self._names[slot] = namespace, name
-        self._began[slot] = self._wall_clock()
+        self._began[slot] = began or self._wall_clock()
         self._is_shared[slot] = True
         self._tails.lengths[slot] = self._tails.starts[slot] = 0
 

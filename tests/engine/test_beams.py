@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -28,8 +29,8 @@ WIDTH = 3
 
 
 @pytest.fixture(autouse=True)
-def learned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int, str]]:
-    """The learned texts: tokens, number of prompt tokens, and adapter."""
+def learned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The learned texts: tokens, number of prompt tokens, adapter, and when they began."""
     for request_class in (CompletionRequest, ChatCompletionRequest):
         theirs = request_class.to_beam_search_params
         monkeypatch.setattr(request_class, "to_beam_search_params", theirs)
@@ -184,9 +185,17 @@ def test_only_the_best_text_is_learned(
     xargs: Any, lora: str | None, adapter: str, learned: list[Any]
 ) -> None:
     request = SimpleNamespace(lora_name=lora) if lora else None
+    before = time.time()
     output = beams_of(params_of(vllm_xargs=xargs), lora=request)
     text = [*PROMPT, *output.outputs[0].token_ids]
-    assert learned == [(text, len(PROMPT), adapter)]
+    [(*taught, began)] = learned
+    assert taught == [text, len(PROMPT), adapter]
+    assert before <= began < time.time()
+
+
+def test_a_negative_seed_is_allowed_as_elsewhere() -> None:
+    first, second = (beams_of(params_of(seed=-5)) for _ in range(2))
+    assert [each.token_ids for each in first.outputs] == [each.token_ids for each in second.outputs]
 
 
 @pytest.mark.parametrize("xargs", [None, {"beam_sample": 1}])

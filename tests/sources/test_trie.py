@@ -17,7 +17,7 @@ from specserve.sources.trie import LEARN_TOKENS_PER_STEP, TrieSource
 from specserve.trie import memory
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
-from specserve.trie.namespaces import label, namespace
+from specserve.trie.namespaces import half_of, label, namespace
 from specserve.trie.records import Record, TextPiece
 from tests.draft_batches import propose
 
@@ -308,7 +308,7 @@ def test_only_texts_that_may_be_learned_are_published() -> None:
 def test_a_growing_text_is_not_learned_after_a_purge() -> None:
     ask = build()
     ask(TEXT[:100], names=["grows"])
-    ask.source._memory.clear(namespace("m"))
+    ask.source._memory.clear(namespace("m"), 0.0)
     ask(TEXT[:200], names=["grows"])
     assert not any(trie.num_tokens for trie in ask.source._memory.tries().values())
     ask(TEXT[:300], names=["later"])
@@ -321,10 +321,21 @@ def test_after_a_purge_a_growing_text_is_not_sent_to_other_replicas() -> None:
     memory = TrieMemory(CONFIG.max_bytes, [namespace("m")])
     ask = Asker(TrieSource(CONFIG, memory, SourceContext(model_identity="m"), published))
     ask(TEXT[:200], names=["grows"])
-    memory.clear(namespace("m"))
+    memory.clear(namespace("m"), 0.0)
     ask(TEXT[:400], names=["grows"])
     ask.close("grows")
     assert list(published.texts.values()) == [TEXT[:200].tolist()]
+
+
+@pytest.mark.parametrize(("began", "num_tokens"), [(10.0, 0), (10.5, 100), (0.0, 100)])
+def test_a_text_that_began_before_a_purge_is_not_learned_later(
+    began: float, num_tokens: int
+) -> None:
+    ask = build()
+    memory = ask.source._memory
+    memory.clear(half_of(namespace("m")), 10.0)
+    ask(TEXT[:100], names=["a beam search's"], controls=(RequestControls(began=began),))
+    assert sum(trie.num_tokens for trie in memory.tries().values()) == num_tokens
 
 
 def test_a_slots_next_request_is_learned_as_a_new_text() -> None:

@@ -138,3 +138,10 @@ def test_each_piece_says_when_its_text_began() -> None:
         texts.clock.now += 10.0
         assert texts.grow(end, 0)
         assert texts.published.began == began
+
+
+def test_a_text_may_have_begun_before_it_is_opened() -> None:
+    texts = Texts()
+    texts.unsent.open(3, "tenant", "0", began=texts.clock.now - 10.0)
+    assert texts.grow(FULL_TOKENS, 0)
+    assert texts.published.began == texts.clock.now - 10.0
