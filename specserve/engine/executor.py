@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 else:
     _Executor = object
 
+_LATER_ANSWER_S = 60.0
+"""Longest wait in seconds for the other shards' answers to a call that failed in one shard."""
 _SHUTDOWN_CHECK_S = 1.0
 """Interval in seconds at which a reader of another node's queue checks for its shutdown."""
 _POLLING_S = 1e-3
@@ -70,14 +73,6 @@ class InProcessExecutor(DraftsWithTokens, UniProcExecutor):
 
     In a replica this is the engine core's process. It connects to Ray for sources and metrics.
     """
-
-    @classmethod
-    def supports_async_scheduling(cls) -> bool:
-        """As vLLM's on a GPU, where a step goes on after the call, for methods that allow it.
-
-        On CPU the call returns after the step, so async scheduling would only delay tokens.
-        """
-        return not current_platform.is_cpu() and super().supports_async_scheduling()
 
     def _init_executor(self) -> None:
         if self.parallel_config.placement_group is not None:
@@ -122,22 +117,44 @@ class RayExecutor(DraftsWithTokens, RayExecutorV2):
         """Calls the shards, and ends the engine when they do not answer in time.
 
         vLLM ends the engine only after a late step. After another late call it continues, and takes
-        the late answer for the answer to the next call.
+        the late answer for the answer to the next call. After a shard's error it would do the same
+        with the answers of later shards. They are read here.
         """
+        numbers = list(self._num_read)
         try:
-            return super().collective_rpc(*args, **options)
+            try:
+                return super().collective_rpc(*args, **options)
+            except RuntimeError:
+                if options.get("unique_reply_rank") is None and not self.is_failed:
+                    self._read_later_answers(numbers)
+                raise
         except TimeoutError:
             self.is_failed = True
             if self.failure_callback is not None:
                 self.failure_callback()
             raise
 
+    def _read_later_answers(self, numbers: list[int]) -> None:
+        """Reads the answers of the shards of which none was read since ``numbers`` were noted."""
+        for rank, queue in enumerate(self.response_mqs):
+            if self._num_read[rank] == numbers[rank]:
+                queue.dequeue(_LATER_ANSWER_S)
+
     def _init_executor(self) -> None:
         ray_executor_v2.RayWorkerProc = self._worker_type  # vLLM looks the name up in its module
         super()._init_executor()
-        for queue in self.response_mqs:
-            if queue._is_remote_reader:
-                queue.dequeue = partial(_dequeue, queue)
+        self._count_reads()
+
+    def _count_reads(self) -> None:
+        self._num_read = [0] * len(self.response_mqs)
+        for rank, queue in enumerate(self.response_mqs):
+            read = partial(_dequeue, queue) if queue._is_remote_reader else queue.dequeue
+            queue.dequeue = partial(self._read, rank, read)
+
+    def _read(self, rank: int, read: Callable[..., object], *args: Any, **options: Any) -> object:
+        message = read(*args, **options)
+        self._num_read[rank] += 1
+        return message
 
 
 def _dequeue(queue: MessageQueue, timeout: float | None = None, indefinite: bool = False) -> object:

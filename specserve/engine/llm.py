@@ -151,13 +151,15 @@ class Engine:
         answer = await self._ask_hook("recent_requests", tenant)
         return msgspec.json.decode(answer or b"[]", type=tuple[RecentRequest[Tokens], ...])
 
-    async def _learn(self, tokens: list[int], num_prompt_tokens: int, adapter: str) -> None:
+    async def _learn(
+        self, tokens: list[int], num_prompt_tokens: int, adapter: str, began: float
+    ) -> None:
         """Teaches the sources an answer of the current call, if its controls allow learning."""
         fields = dict(own_fields(CURRENT_CONTROLS.get()))
         if self._config.http.api_keys:
             fields |= tenant_fields(CURRENT_TENANT.get())
         try:
-            await self._ask_hook("learn", tokens, num_prompt_tokens, fields, adapter)
+            await self._ask_hook("learn", tokens, num_prompt_tokens, fields, adapter, began)
         except Exception as error:  # the answer does not depend on it
             logger.warning("A text was not learned: %s", last_line_of(error))
 
@@ -283,11 +285,10 @@ def _in_process(config: AppConfig, group: PlacementGroup) -> bool:
     """Whether the shard runs in the engine core's process: a single one, on CPU, on this node.
 
     On GPU only an actor learns which device its bundle has. A drafter beside rank 0 starts in the
-    bundle of the actor that starts it. Async scheduling needs another process.
+    bundle of the actor that starts it.
     """
     is_one = config.engine.tensor_parallel_size == 1
-    wants_actor = config.beside_rank_0 or config.engine.vllm.get("async_scheduling")
-    if not (is_one and current_platform.is_cpu()) or wants_actor:
+    if not (is_one and current_platform.is_cpu()) or config.beside_rank_0:
         return False
     (node,) = placement_group_table(group)["bundles_to_node_id"].values()
     return bool(node == ray.get_runtime_context().get_node_id())

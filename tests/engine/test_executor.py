@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
 from vllm.config import ParallelConfig
 from vllm.platforms import current_platform
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker as GpuWorker
@@ -18,7 +20,6 @@ from specserve.engine import executor as module
 from specserve.engine.executor import (
     BriefPolling,
     DraftsWithTokens,
-    InProcessExecutor,
     NodeRayWorkerProc,
     RayExecutor,
 )
@@ -73,7 +74,7 @@ def test_a_call_that_times_out_ends_the_engine(
 
     failures: list[bool] = []
     executor = object.__new__(RayExecutor)  # without shards
-    executor.is_failed = False
+    executor.is_failed, executor._num_read = False, []
     executor.register_failure_callback(lambda: failures.append(executor.is_failed))
     monkeypatch.setattr(MultiprocExecutor, "collective_rpc", time_out)
     with pytest.raises(TimeoutError):
@@ -81,12 +82,32 @@ def test_a_call_that_times_out_ends_the_engine(
     assert failures == [True]
 
 
-@pytest.mark.parametrize("is_cpu", [True, False])
-def test_the_in_process_executor_has_async_scheduling_on_gpus_alone(
-    is_cpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
-    assert InProcessExecutor.supports_async_scheduling() == (not is_cpu)
+class Answers:
+    """A shard's queue of answers."""
+
+    _is_remote_reader = False
+
+    def __init__(self, *answers: object) -> None:
+        self.left = list(answers)
+
+    def dequeue(self, timeout: float | None = None) -> object:
+        return self.left.pop(0)
+
+
+def test_a_call_gets_its_own_answers_after_one_that_failed() -> None:
+    good, bad = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.FAILURE
+    executor: Any = object.__new__(RayExecutor)  # without shards
+    executor.is_failed, executor.futures_queue = False, deque()
+    executor.rpc_broadcast_mq = SimpleNamespace(enqueue=lambda _: None)
+    executor.response_mqs = [
+        Answers((good, "a"), (bad, "no adapter"), (good, 0)),
+        Answers((good, "b"), (bad, "no adapter"), (good, 1)),
+    ]
+    executor._count_reads()
+    assert executor.collective_rpc("list_loras") == ["a", "b"]
+    with pytest.raises(RuntimeError, match="no adapter"):
+        executor.collective_rpc("add_lora")
+    assert executor.collective_rpc("list_loras") == [0, 1]
 
 
 @pytest.fixture

@@ -176,7 +176,6 @@ BESIDE = {"kind": "draft_model", "model": "m", "placement": "beside_rank_0"}
         ({"speculation": [NGRAM]}, "own", True),
         ({}, "another", False),
         ({"engine": {"tensor_parallel_size": 2}}, "own", False),
-        ({"engine": {"vllm": {"async_scheduling": True}}}, "own", False),
         ({"speculation": [BESIDE]}, "own", False),
     ],
 )
