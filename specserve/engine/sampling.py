@@ -54,6 +54,16 @@ def is_kept_without_drafts_only(params: SamplingParams) -> bool:
     return has_budget or has_processor or logits_processors.are_asked_for(params)
 
 
+def report_asked_tokens(runner: Any) -> None:
+    """Keeps one request's ``logprob_token_ids`` out of the other answers, without drafts.
+
+    vLLM's sampler replaces the top tokens of all requests of a step (issue 42592). Its V2 model
+    runner has another sampler.
+    """
+    theirs = runner.sampler
+    runner.sampler = AskedTokensSampler(theirs.logprobs_mode, theirs.use_fp64_gumbel)
+
+
 def keep_asked_tokens(runner: Any) -> None:
     """Lets ``logprob_token_ids`` work with vLLM's own draft methods, where it ends the engine.
 

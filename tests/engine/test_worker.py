@@ -23,6 +23,12 @@ from specserve.engine.sampler import (
 )
 from specserve.engine.worker import InEngineMixin, SpeculationMixin
 
+_REPAIRS = (
+    *("repair_kernels", "use_verifying_backend", "use_flash_prefill", "use_fastest_linear"),
+    *("use_norm_kernels", "use_vector_rotary", "sample_by_drawing", "use_saved_models"),
+    *("round_weights_instead", "_forbid_compilation"),
+)
+
 SPECULATION = SimpleNamespace(rejection_sample_method="standard")
 
 
@@ -235,3 +241,19 @@ def test_our_loggers_have_the_level_and_handlers_of_vllms(monkeypatch: pytest.Mo
     worker.init_device()
     logging.getLogger("specserve.policy.chain").debug("a step")
     assert written == ["a step"]
+
+
+def test_a_cpu_worker_without_sources_reports_asked_tokens_by_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from specserve.engine.cpu import worker as module  # changes torch's settings
+
+    for name in _REPAIRS:
+        monkeypatch.setattr(module, name, lambda **_: None)
+    worker: Any = object.__new__(module.CpuWorker)
+    worker.model_config = SimpleNamespace(enforce_eager=True)
+    worker.model_runner = SimpleNamespace(sampler=Sampler("raw_logits"))
+    monkeypatch.setattr(module.CPUWorker, "init_device", lambda _: None)
+    worker.init_device()
+    assert type(worker.model_runner.sampler) is AskedTokensSampler
+    assert worker.model_runner.sampler.logprobs_mode == "raw_logits"

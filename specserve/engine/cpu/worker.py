@@ -17,6 +17,7 @@ from specserve.engine.cpu.norms import use_norm_kernels
 from specserve.engine.cpu.quantized import round_weights_instead
 from specserve.engine.cpu.rotary import use_vector_rotary
 from specserve.engine.cpu.verification import sample_by_drawing, verify_by_drawing
+from specserve.engine.sampling import report_asked_tokens
 from specserve.engine.worker import InEngineMixin, SpeculationMixin
 
 
@@ -47,6 +48,7 @@ class CpuWorker(CPUWorker):
         if self.model_config.enforce_eager:
             _forbid_compilation()
         super().init_device()
+        report_asked_tokens(self.model_runner)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Loads the weights."""
