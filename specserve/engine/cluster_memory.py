@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
-from specserve.core.metrics import LinkSnapshot
 from specserve.core.source_config import TrieConfig
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
-from specserve.trie.records import StoreClient, TextPiece
 from specserve.trie.replica import ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions
 from specserve.trie.store_actor import RayStoreClient
-
-logger = logging.getLogger(__name__)
-
-LAST_SEND_S = 1.0
-"""Longest time in seconds for a replica that ends to send its last texts."""
 
 _LOG_SHARE = 8
 """Ratio of a trie's memory to a store's log; with it both hold about as many tokens. A trie takes
@@ -28,47 +18,22 @@ _LOG_SHARE = 8
 _MIN_LOG_BYTES = 1 << 20
 
 
-class ClusterMemory:
-    """Sends the texts that a replica learns to all other replicas, and receives theirs.
+def joined_replica(
+    config: TrieConfig, memory: TrieMemory, model_identity: str, vocab_size: int
+) -> TrieReplica:
+    """Connects a replica's memory to the cluster's, through the store of its model.
 
     Args:
         config: the trie source's settings.
         memory: the replica's memory, which receives texts.
         model_identity: replicas with the same identity share texts.
         vocab_size: of the model.
-        connect: opens a client of the store.
     """
-
-    def __init__(
-        self,
-        config: TrieConfig,
-        memory: TrieMemory,
-        model_identity: str,
-        vocab_size: int,
-        connect: Callable[[StoreOptions], StoreClient] = RayStoreClient,
-    ) -> None:
-        store = store_options(config, model_identity, vocab_size)
-        options = ReplicaOptions(max_bytes=store.max_bytes)
-        self._link = TrieReplica(connect(store), ClusterLearner(memory).apply, options)
-        self._link.start()
-
-    def publish(self, piece: TextPiece) -> None:
-        """See :meth:`TrieReplica.publish`."""
-        self._link.publish(piece)
-
-    def link(self) -> LinkSnapshot:
-        """State of the connection to the store."""
-        return LinkSnapshot(
-            up=self._link.up,
-            lag_s=max(self._link.unsent_s, self._link.receive_lag_s),
-            received_tokens=self._link.received_tokens,
-            dropped_tokens=self._link.dropped_tokens,
-        )
-
-    def close(self) -> None:
-        """Sends pending texts, for at most ``LAST_SEND_S`` seconds, and stops the link."""
-        if not self._link.stop(LAST_SEND_S):
-            logger.warning("The draft memory did not take all that this replica learned last")
+    store = store_options(config, model_identity, vocab_size)
+    options = ReplicaOptions(max_bytes=store.max_bytes)
+    replica = TrieReplica(RayStoreClient(store), ClusterLearner(memory).apply, options)
+    replica.start()
+    return replica
 
 
 def shared_trie(config: AppConfig) -> TrieConfig:

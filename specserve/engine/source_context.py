@@ -14,7 +14,7 @@ from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import DrafterConfig, TrieConfig
 from specserve.drafters.vocabulary import fingerprint
 from specserve.engine.checkpoint import find_checkpoint, model_identity
-from specserve.engine.cluster_memory import ClusterMemory
+from specserve.engine.cluster_memory import joined_replica
 from specserve.engine.drafters import drafter_finder, spare_gpus
 from specserve.sources.base import SourceContext
 from specserve.trie.memory import SharedMemory, TrieMemory
@@ -45,7 +45,7 @@ def source_context(
     adapters = config.engine.vllm.get("lora_modules") or ()
 
     def share(trie: TrieConfig, memory: TrieMemory) -> SharedMemory:
-        shared = ClusterMemory(trie, memory, identity, vocab_size)
+        shared = joined_replica(trie, memory, identity, vocab_size)
         exits.insert(0, shared.close)  # first, because others may take long
         return shared
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import inf
 
 from specserve.core.errors import StoreError
+from specserve.core.metrics import LinkSnapshot
 from specserve.trie.outbox import Outbox
 from specserve.trie.records import (
     ExchangeReply,
@@ -39,6 +40,9 @@ REFUSED_BACKOFF_S = 30.0
 
 MAX_QUEUED = 1 << 12
 """Records that may wait for the thread, at most 16 KiB each; more text is dropped."""
+
+LAST_SEND_S = 1.0
+"""Longest time in seconds for a replica that ends to send its last texts."""
 
 STARTING_CALLS = 2
 """Failed calls before the first warning: a store takes some seconds to start."""
@@ -131,6 +135,16 @@ class TrieReplica:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive() and self._oldest_unsent == inf
+
+    def close(self) -> None:
+        """Sends the remaining records, for at most ``LAST_SEND_S`` seconds, and ends the thread."""
+        if not self.stop(LAST_SEND_S):
+            logger.warning("The draft memory did not take all that this replica learned last")
+
+    def link(self) -> LinkSnapshot:
+        """State of the connection to the store."""
+        lag_s = max(self.unsent_s, self.receive_lag_s)
+        return LinkSnapshot(self.up, lag_s, self.received_tokens, self.dropped_tokens)
 
     @property
     def dropped_tokens(self) -> int:

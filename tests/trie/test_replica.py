@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from specserve.trie import replica as module
 from specserve.trie.namespaces import namespace, tenant_half
-from specserve.trie.records import ExchangeReply, Record, TextPiece
+from specserve.trie.records import ExchangeReply, ExchangeRequest, Record, TextPiece
 from specserve.trie.replica import ALONE_FACTOR, ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions, TrieStore
 from tests.integration.cluster import eventually
@@ -355,3 +356,37 @@ def test_no_text_of_a_living_replica_is_ever_lost(seed: int, tmp_path: Path) -> 
         assert each.link.apply_errors == 0
     for store in stores:
         store.close()
+
+
+class Gate(DirectClient):
+    """A client of a store that answers only while ``open`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(new_store())
+        self.open = threading.Event()
+        self.open.set()
+
+    def exchange(self, request: ExchangeRequest, timeout_s: float) -> ExchangeReply:
+        self.open.wait()
+        return super().exchange(request, timeout_s)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_closing_replica_sends_what_it_learned_last_unless_the_store_hangs(
+    hangs: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LAST_SEND_S", 0.2 if hangs else 60.0)
+    client = Gate()
+    replica = Replica(client)
+    if hangs:
+        client.open.clear()
+    replica.link.start()
+    replica.write("a text", [1] * 40)
+    began = time.monotonic()
+    replica.link.close()
+    assert time.monotonic() - began < 15.0
+    assert client.store is not None
+    assert client.store.stats().num_tokens == (0 if hangs else 40)
+    said = "did not take all that this replica learned last"
+    assert (said in caplog.text) == hangs
+    client.open.set()

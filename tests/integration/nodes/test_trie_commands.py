@@ -126,14 +126,14 @@ SHARE = """
 import json, sys, time
 import numpy as np, ray
 from specserve.core.source_config import TrieConfig
-from specserve.engine.cluster_memory import ClusterMemory
+from specserve.engine.cluster_memory import joined_replica
 from specserve.trie.memory import TrieMemory
 from specserve.trie.records import TextPiece
 from specserve.trie.store_actor import RemoteStore, list_stores
 ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
 config, namespaces = TrieConfig(kind="trie"), sys.argv[3:]
 memories = [TrieMemory(1 << 24, namespaces), TrieMemory(1 << 24, namespaces)]
-writer, reader = [ClusterMemory(config, memory, sys.argv[2], 4096) for memory in memories]
+writer, reader = [joined_replica(config, memory, sys.argv[2], 4096) for memory in memories]
 deadline = time.monotonic() + 120
 while not writer.link().up and time.monotonic() < deadline:
     time.sleep(0.05)
