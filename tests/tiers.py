@@ -32,6 +32,10 @@ LONG = {
     "test_vllm_gives_the_prompt_log_probabilities_of_transformers": (
         "Changes only with the lock or with the weights in configs/models."
     ),
+    "integration/offline/test_exactness.py::"
+    "test_output_is_the_same_with_experts_and_drafter_processes[latent]": (
+        "Kernels of latent attention, which the demo does not use; tests/engine/cpu tests them."
+    ),
     "integration/served/test_bench_commands.py::test_vllms_own_client_gets_text": (
         "vLLM's command starts by importing all of vLLM. `make test` runs its benchmark."
     ),

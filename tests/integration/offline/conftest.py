@@ -24,6 +24,7 @@ def config() -> AppConfig:
                 "dtype": "float32",
                 "max_model_len": 1024,
                 "kv_cache_memory_bytes": 128 << 20,
+                "enforce_eager": True,
                 "vllm": {
                     "structured_outputs_config": {
                         "backend": "xgrammar",

@@ -1,7 +1,8 @@
 """A sampling parameter of one request does not change the other answers of its batch.
 
-One request uses the parameter. It is the first or the last one in a batch of five, of which all but
-one get drafts. Each answer must be the same as that of the request alone without drafts.
+One request uses the parameter. It is the first or the last one in a batch of five, in turn from
+parameter to parameter. All requests but one get drafts. Each answer must be the same as that of the
+request alone without drafts.
 """
 
 from __future__ import annotations
@@ -125,11 +126,11 @@ def test_every_sampling_parameter_is_in_one_of_the_tables() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "use"),
+    ("name", "use", "is_first"),
     [
-        pytest.param(name, use, id=name if len(uses) == 1 else f"{name}-{number}")
-        for name, uses in USES.items()
-        for number, use in enumerate(uses, 1)
+        pytest.param(name, use, (place + number) % 2, id=f"{name}-{number}")
+        for place, (name, uses) in enumerate(USES.items())
+        for number, use in enumerate(uses)
     ],
 )
 def test_each_request_in_a_batch_gets_the_same_as_alone(
@@ -141,6 +142,7 @@ def test_each_request_in_a_batch_gets_the_same_as_alone(
     expected: list[Answer],
     name: str,
     use: Use,
+    is_first: int,
 ) -> None:
     end = load_tokenizer(config.model.path).encode(use.prompt_end, add_special_tokens=False)
     plain = Request((*prompts[0], *end), {"max_tokens": MAX_TOKENS})
@@ -154,12 +156,13 @@ def test_each_request_in_a_batch_gets_the_same_as_alone(
     assert same != use.shows, "the parameter must change the answer exactly if `shows` is true"
 
     num_undrafted = 0 if is_drafted(user) else 1
-    first = engine.run([user, *neighbours])
-    assert_same(first.answers, [answer, *expected])
-    assert_mixed_steps(first.steps, num_undrafted)
-    last = engine.run([*neighbours, user])
-    assert_same(last.answers, [*expected, answer])
-    assert_mixed_steps(last.steps, num_undrafted)
+    place = 0 if is_first else len(neighbours)
+    requests, answers = list(neighbours), list(expected)
+    requests.insert(place, user)
+    answers.insert(place, answer)
+    batch = engine.run(requests)
+    assert_same(batch.answers, answers)
+    assert_mixed_steps(batch.steps, num_undrafted)
 
 
 def is_drafted(request: Request) -> bool:

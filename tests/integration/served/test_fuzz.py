@@ -25,7 +25,7 @@ ACCEPTED = (
 )
 """Routes that must accept a good share of the requests. A refused request tests little."""
 
-NUM_CASES = int(os.environ.get("SPECSERVE_FUZZ_CASES", "200"))
+NUM_CASES = int(os.environ.get("SPECSERVE_FUZZ_CASES", "100"))
 MIN_CASES = 400
 """With fewer cases, a route may accept no request."""
 CASES_PER_S = 2
