@@ -125,7 +125,7 @@ class RayExecutor(DraftsWithTokens, RayExecutorV2):
             try:
                 return super().collective_rpc(*args, **options)
             except RuntimeError:
-                if options.get("unique_reply_rank") is None and not self.is_failed:
+                if options.get("unique_reply_rank") is None:
                     self._read_later_answers(numbers)
                 raise
         except TimeoutError:
@@ -137,7 +137,7 @@ class RayExecutor(DraftsWithTokens, RayExecutorV2):
     def _read_later_answers(self, numbers: list[int]) -> None:
         """Reads the answers of the shards of which none was read since ``numbers`` were noted."""
         for rank, queue in enumerate(self.response_mqs):
-            if self._num_read[rank] == numbers[rank]:
+            if self._num_read[rank] == numbers[rank] and not self.is_failed:
                 queue.dequeue(_LATER_ANSWER_S)
 
     def _init_executor(self) -> None:

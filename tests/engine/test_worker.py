@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -246,7 +247,7 @@ def test_our_loggers_have_the_level_and_handlers_of_vllms(monkeypatch: pytest.Mo
 def test_a_cpu_worker_without_sources_reports_asked_tokens_by_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from specserve.engine.cpu import worker as module  # changes torch's settings
+    module = import_module("specserve.engine.cpu.worker")  # changes torch's settings
 
     for name in _REPAIRS:
         monkeypatch.setattr(module, name, lambda **_: None)

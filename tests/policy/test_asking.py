@@ -182,7 +182,7 @@ def test_a_probe_is_repeated_until_it_gets_a_draft(ask: RemoteAskPolicy) -> None
 def test_a_probe_lets_the_source_read_one_text_at_a_time(
     ask: RemoteAskPolicy, source: FakeRemote
 ) -> None:
-    def asked(step: int) -> list[int]:
+    def asked(step: int) -> Any:
         asked = ask.limits(**context(step, values=(0.0, 0.0), limits=(4, 4)), credit_s=full())
         ask.observe(asked, np.zeros(2, np.int32), 0.0)
         return asked.tolist()
