@@ -11,11 +11,12 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from ray.serve._private.utils import validate_route_prefix
 from ray.serve.config import AutoscalingConfig, GangSchedulingConfig, RequestRouterConfig
-from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
+from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
 from specserve.core.config import AppConfig, parse
-from specserve.core.errors import ConfigError, SpecServeError
+from specserve.core.errors import ConfigError, SpecServeError, reason_of
 from specserve.core.validation import from_validation_error
 
 IMPORT_PATH = "specserve.app:build"
@@ -85,7 +86,9 @@ def _read(path: Path) -> ServeFile:
         # A copy, because Serve changes the sections.
         schema = ServeDeploySchema.model_validate(deepcopy(content), extra="forbid")
     except ValidationError as error:
-        raise _serve_error(error) from None
+        raise _serve_error(error, ServeDeploySchema) from None
+    except (ImportError, AttributeError, TypeError) as error:  # such as a router's class
+        raise SpecServeError(f"applications: Serve refuses a section: {reason_of(error)}") from None
     if not schema.applications:
         raise ConfigError("applications", [], "at least one application")
     _check_sections(content)
@@ -154,21 +157,25 @@ def _check_options(schema: ServeDeploySchema, content: dict[str, Any]) -> None:
                 allowed = "nothing behind HAProxy, which speaks HTTP: end TLS before it"
                 raise ConfigError(f"http_options.{name}", value, allowed)
     for index, application in enumerate(schema.applications):
-        prefix = application.route_prefix or "/"
-        if not prefix.startswith("/"):
-            field = f"applications.{index}.route_prefix"
-            raise ConfigError(field, prefix, "a path that begins with /")
+        prefix = application.route_prefix
+        try:
+            validate_route_prefix(prefix or "")  # without one, Serve answers no HTTP
+        except ValueError:
+            allowed = "a path that begins with /, does not end with / and has no { or }"
+            raise ConfigError(f"applications.{index}.route_prefix", prefix, allowed) from None
     for field, deployment in _deployments(content):
         if deployment["name"] != DEPLOYMENT:
             raise ConfigError(f"{field}.name", deployment["name"], DEPLOYMENT)
 
 
-def _serve_error(error: ValidationError) -> SpecServeError:
+def _serve_error(
+    error: ValidationError, model: type[BaseModel], prefix: str = ""
+) -> SpecServeError:
     problems = error.errors(include_url=False)
     if any(problem["type"] != "value_error" for problem in problems):
-        return from_validation_error(error, ServeDeploySchema)
+        return from_validation_error(error, model, prefix)
     # A rule of Serve's own, whose message is a sentence.
-    field = ".".join(map(str, problems[0]["loc"]))
+    field = ".".join(map(str, (*([prefix] if prefix else ()), *problems[0]["loc"])))
     return SpecServeError(f"{field}: {' '.join(str(problems[0]['ctx']['error']).split())}")
 
 
@@ -178,23 +185,35 @@ def _application(schema: ServeApplicationSchema, index: int) -> Application:
         raise ConfigError(f"{field}.import_path", schema.import_path, IMPORT_PATH)
     config = parse(schema.args, f"{field}.args")
     most = 0
-    for deployment in schema.deployments:
+    for number, deployment in enumerate(schema.deployments):
         if isinstance(deployment.num_replicas, int):  # Serve prefers it to ours
             placement = config.placement.model_copy(
                 update={"num_replicas": deployment.num_replicas}
             )
             config = config.model_copy(update={"placement": placement})
-        elif isinstance(scaling := deployment.autoscaling_config, dict | AutoscalingConfig):
-            most = AutoscalingConfig.model_validate(scaling).max_replicas
-        elif deployment.num_replicas == "auto":
-            most = AutoscalingConfig.default().max_replicas
+        else:
+            most = _most_replicas(deployment, f"{field}.deployments.{number}")
     return Application(
         name=schema.name,
-        route_prefix=schema.route_prefix or "/",
+        route_prefix=schema.route_prefix,
         field=f"{field}.args",
         config=config,
         most_replicas=most or config.placement.num_replicas,
     )
+
+
+def _most_replicas(deployment: DeploymentSchema, field: str) -> int:
+    """Replicas that autoscaling may start; 0: there is none."""
+    given = deployment.autoscaling_config
+    scaling = given if isinstance(given, dict) else {}
+    if deployment.num_replicas == "auto":
+        scaling = AutoscalingConfig.default().model_dump(exclude_unset=True) | scaling
+    elif not scaling:
+        return 0
+    try:
+        return int(AutoscalingConfig.model_validate(scaling).max_replicas)
+    except ValidationError as error:
+        raise _serve_error(error, AutoscalingConfig, f"{field}.autoscaling_config") from None
 
 
 def _check_sections(content: dict[str, Any]) -> None:
@@ -202,7 +221,7 @@ def _check_sections(content: dict[str, Any]) -> None:
     unknown = []
     for field, deployment in _deployments(content):
         for name, model in _SECTIONS.items():
-            for key in sorted((deployment.get(name) or {}).keys() - model.model_fields):
+            for key in sorted((deployment.get(name) or {}).keys() - model.model_fields, key=str):
                 allowed = ", ".join(model.model_fields)
                 unknown.append(ConfigError(f"{field}.{name}.{key}", key, allowed))
     if unknown:
