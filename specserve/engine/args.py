@@ -7,9 +7,11 @@ import logging
 from argparse import Namespace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from vllm.config.attention import AttentionConfig
+from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import (
     FrontendArgs,
@@ -24,6 +26,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.import_utils import import_plugin
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, reason_of
@@ -60,6 +63,7 @@ def check_engine_options(config: AppConfig) -> None:
             or is refused here; or options do not go together.
     """
     options = _vllm_options(config)
+    _check_adapters(config, options)
     if template := options.get("chat_template"):
         read_chat_template(template, "engine.vllm.chat_template")
     for key, parsers in _PARSERS.items():
@@ -79,6 +83,19 @@ def check_engine_options(config: AppConfig) -> None:
         raise ConfigError("engine.vllm", config.engine.vllm, allowed) from None
 
 
+def _check_adapters(config: AppConfig, options: dict[str, Any]) -> None:
+    """Refuses adapters that vLLM would refuse after it has loaded the weights."""
+    names = list(config.model.names)
+    for index, adapter in enumerate(options.get("lora_modules") or ()):
+        field = f"engine.vllm.lora_modules.{index}"
+        if not options.get("enable_lora"):
+            raise ConfigError(field, adapter.name, "no adapter without enable_lora: true")
+        if adapter.name in names:
+            others = "a name that no other adapter and no served_name has"
+            raise ConfigError(f"{field}.name", adapter.name, others)
+        names.append(adapter.name)
+
+
 def _vllm_options(config: AppConfig) -> dict[str, Any]:
     """Returns ``engine.vllm`` with values converted to the types that vLLM declares.
 
@@ -92,6 +109,8 @@ def _vllm_options(config: AppConfig) -> dict[str, Any]:
         known = _FIELDS.get(key) or _FRONTEND_FIELDS.get(key)
         if known is None:
             raise ConfigError(field, key, "the fields of vLLM's AsyncEngineArgs or FrontendArgs")
+        if key == "attention_backend":
+            value = _attention_backend(field, value)
         options[key] = _typed(field, value, known.type)
         check_option(config, key, options[key], _default(known))
         if key == "quantization" and options[key] not in (None, *QUANTIZATION_METHODS):
@@ -131,7 +150,19 @@ def _default(option: dataclasses.Field[Any]) -> Any:
     return option.default if isinstance(make, dataclasses._MISSING_TYPE) else make()
 
 
+def _attention_backend(field: str, value: Any) -> Any:
+    """The backend that a name stands for, as on vLLM's command line."""
+    try:
+        return AttentionConfig.validate_backend_before(value)
+    except ValueError:
+        allowed = ", ".join(["auto", *AttentionBackendEnum.__members__])
+        raise ConfigError(field, value, allowed) from None
+
+
 def _typed(field: str, value: Any, annotation: Any) -> Any:
+    if isinstance(annotation, str):
+        names = {"QuantizationConfigArgs": QuantizationConfigArgs}
+        annotation = get_type_hints(AsyncEngineArgs, localns=names)[field.rpartition(".")[2]]
     try:
         adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
     except PydanticUserError:
@@ -145,7 +176,7 @@ def _typed(field: str, value: Any, annotation: Any) -> Any:
                 field, value = f"{field}.{part}", value[part]
             except (KeyError, IndexError, TypeError):
                 break
-        raise ConfigError(field, value, first["msg"].lower()) from None
+        raise ConfigError(field, value, first["msg"][0].lower() + first["msg"][1:]) from None
 
 
 def serve_namespace(config: AppConfig) -> Namespace:

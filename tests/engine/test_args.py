@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import UnspecifiedPlatform
 from vllm.reasoning import ReasoningParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from specserve.core.config import AppConfig, parse
 from specserve.core.errors import ConfigError
@@ -88,6 +90,39 @@ def test_options_that_vllm_serve_refuses_together_are_refused(
         check_engine_options(config(options))
     assert (refused.value.field, refused.value.value) == ("engine.vllm", options)
     assert refused.value.allowed.startswith(words)
+
+
+def test_an_attention_backend_is_named_as_on_vllms_command_line() -> None:
+    options = serve_namespace(config({"attention_backend": "cpu_attn"}))
+    assert options.attention_backend is AttentionBackendEnum.CPU_ATTN
+    with pytest.raises(ConfigError, match="attention_backend: 'foo' is not allowed") as refused:
+        check_engine_options(config({"attention_backend": "foo"}))
+    assert "CPU_ATTN" in refused.value.allowed
+
+
+def test_every_option_of_vllm_has_a_type_that_can_be_checked() -> None:
+    for name in args._FIELDS.keys() - ELSEWHERE.keys():
+        with suppress(ConfigError):
+            args._vllm_options(config({name: object()}))
+    kept = config({"quantization_config": {"ignore": ["lm_head"]}})
+    assert args._vllm_options(kept)["quantization_config"]
+
+
+@pytest.mark.parametrize(
+    ("names", "enable_lora", "field"),
+    [
+        (["a"], False, "lora_modules.0"),
+        (["a", "a"], True, "lora_modules.1.name"),
+        (["a", "served"], True, "lora_modules.1.name"),
+    ],
+)
+def test_adapters_that_vllm_refuses_after_loading_are_refused_before(
+    names: list[str], enable_lora: bool, field: str
+) -> None:
+    modules = [{"name": name, "path": "org/name"} for name in names]
+    options = {"enable_lora": enable_lora, "lora_modules": modules}
+    with pytest.raises(ConfigError, match=f"engine.vllm.{field}: '{names[-1]}' is not allowed"):
+        check_engine_options(config(options, model={"path": "m", "served_name": "served"}))
 
 
 def test_a_backend_that_fails_on_drafts_is_refused_with_sources() -> None:
