@@ -19,6 +19,7 @@ from specserve.engine.weights import check_weights
 from specserve.serve.router import router_config
 from specserve.serve.server import ModelServer
 from specserve.serve.tenants import read_keys
+from specserve.trie.log_snapshot import check_snapshot_urls
 
 
 class BuildError(SpecServeError, RayServeException):
@@ -50,6 +51,7 @@ def _build(args: dict[str, Any]) -> Application:
         }
     )
     config = config.model_copy(update={"model": model})
+    check_snapshot_urls(config)
     read_keys(config.http.api_keys, os.environ)  # each replica reads its own
     if find_spec("vllm") is None:
         raise MissingExtraError("the application")

@@ -45,6 +45,14 @@ def test_only_serves_limit_for_each_replica_limits_its_starts() -> None:
     assert config.max_constructor_retry_count >= 100 * MAX_STARTS
 
 
+def test_serve_takes_the_highest_limits() -> None:
+    most = 1 << 20
+    engine = {"max_num_seqs": most, "max_num_batched_tokens": most}
+    sections = {"engine": engine, "http": {"max_queued_requests": most}}
+    deployment = build({"model": {"path": str(MODEL)}} | sections)._bound_deployment
+    assert deployment._deployment_config.to_proto_bytes()
+
+
 @pytest.mark.parametrize("file", ["Makefile", "deploy/Dockerfile", "deploy/node.env"])
 def test_serve_starts_each_replica_at_most_twice(file: str) -> None:
     content = (ROOT / file).read_text()

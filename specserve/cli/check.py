@@ -117,11 +117,14 @@ def _check(
     from specserve.cli.draft_checkpoints import check_draft_checkpoints
     from specserve.engine.checkpoint import find_checkpoint
     from specserve.engine.weights import check_weights
+    from specserve.trie.log_snapshot import check_snapshot_urls
 
     config = application.config
     try:
         checkpoint = find_checkpoint(config.model)
         check_weights(config, checkpoint.path, on_cpu=on_cpu and not is_elsewhere)
+        if not is_elsewhere:
+            check_snapshot_urls(config)
         notes = check_draft_checkpoints(config, checkpoint, is_elsewhere=is_elsewhere)
         if config.engine.vllm and _has_vllm():  # importing vLLM takes seconds
             with without_collections():

@@ -14,7 +14,14 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from specserve.core.errors import ConfigError
 from specserve.core.section import Checkpoint, Resources, Section
-from specserve.core.source_config import DrafterConfig, DraftModelConfig, MtpConfig, SourceConfig
+from specserve.core.source_config import (
+    MIN_TRIE_BYTES,
+    DrafterConfig,
+    DraftModelConfig,
+    MtpConfig,
+    SourceConfig,
+    TrieConfig,
+)
 from specserve.core.validation import from_validation_error
 
 _MAX_NAME = 200
@@ -74,7 +81,7 @@ class EngineConfig(Section):
     """Shards of the model. Each is a Ray actor, except usually a single one on CPU."""
     max_model_len: int = Field(default=0, ge=0)
     """Context length in tokens, prompt and output; 0: the model's own."""
-    max_num_seqs: int = Field(default=256, ge=1)
+    max_num_seqs: int = Field(default=256, ge=1, le=1 << 20)
     """Requests decoded in one step."""
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     """Tokens computed in one step, prefill included."""
@@ -146,7 +153,7 @@ def _check_each_once(values: Sequence[str], field: str, allowed: str) -> None:
 class HttpConfig(Section):
     """A replica's HTTP server."""
 
-    max_queued_requests: int = Field(default=128, ge=0)
+    max_queued_requests: int = Field(default=128, ge=0, le=1 << 20)
     """Requests that may wait beyond the ``max_num_seqs`` being decoded; more are answered 503."""
     retry_after_s: int = Field(default=1, ge=1)
     """``Retry-After`` of these answers, in seconds."""
@@ -203,6 +210,23 @@ class AppConfig(Section):
         if most < least:
             allowed = f"at least engine.max_num_seqs ({least})"
             raise ConfigError("engine.max_num_batched_tokens", most, allowed)
+        return self
+
+    @model_validator(mode="after")
+    def _each_trie_has_room(self) -> Self:
+        vllm = self.engine.vllm
+        adapters = vllm.get("max_cpu_loras") or vllm.get("max_loras") or 1
+        num_adapters = adapters if vllm.get("enable_lora") and isinstance(adapters, int) else 0
+        for index, source in enumerate(self.speculation):
+            if isinstance(source, TrieConfig):
+                tenants = {"" if source.share_tenants else key.tenant for key in self.http.api_keys}
+                num_tries = max(len(tenants), 1) * (1 + num_adapters)
+                if source.max_bytes < num_tries * MIN_TRIE_BYTES:
+                    allowed = (
+                        f"at least {num_tries * MIN_TRIE_BYTES}, {MIN_TRIE_BYTES} for each of "
+                        f"{num_tries} tenants and adapters"
+                    )
+                    raise ConfigError(f"speculation.{index}.max_bytes", source.max_bytes, allowed)
         return self
 
     @model_validator(mode="after")

@@ -113,6 +113,10 @@ class GrammarConfig(SourceSection):
     max_draft_len: DraftLength = 16
 
 
+MIN_TRIE_BYTES = 66_704
+"""Smallest memory of a tenant's or an adapter's texts: its tables and 16 pages."""
+
+
 class TrieConfig(SourceSection):
     """Memory decoding: drafts are what followed the same context in any request's text."""
 

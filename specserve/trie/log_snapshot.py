@@ -19,7 +19,9 @@ import msgspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, SnapshotError, reason_of, shorten
+from specserve.core.source_config import TrieConfig
 from specserve.trie.records import Ranges, Record
 from specserve.trie.token_log import LogState
 
@@ -36,6 +38,17 @@ class SnapshotHeader(msgspec.Struct, frozen=True):
     version: int
     fingerprint: str
     held: Ranges
+
+
+def check_snapshot_urls(config: AppConfig) -> None:
+    """Raises ConfigError if fsspec cannot use a configured URL on this machine."""
+    for index, source in enumerate(config.speculation):
+        if isinstance(source, TrieConfig) and source.snapshot_url:
+            try:
+                SnapshotFile(source.snapshot_url, "")
+            except ConfigError as error:
+                field = f"speculation.{index}.{error.field}"
+                raise ConfigError(field, error.value, error.allowed) from None
 
 
 class SnapshotFile:

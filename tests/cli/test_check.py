@@ -139,6 +139,53 @@ def bad(**sections: Any) -> dict[str, Any]:
             serve_file(GOOD, route_prefix="v2"),
             "applications.0.route_prefix: 'v2' is not allowed; allowed: a path that begins with /",
         ),
+        *(
+            (
+                serve_file(GOOD, route_prefix=prefix),
+                f"applications.0.route_prefix: {prefix!r} is not allowed; allowed: a path that",
+            )
+            for prefix in ("/v2/", "/{a}", "", None)
+        ),
+        *(
+            (
+                serve_file(GOOD, deployments=[{"name": "ModelServer"} | options]),
+                f"applications.{said}",
+            )
+            for options, said in (
+                (
+                    {"autoscaling_config": {"min_replicas": 2}},
+                    "0.deployments.0.autoscaling_config: max_replicas (1) must be greater",
+                ),
+                (
+                    {"autoscaling_config": {"max_replicas": "foo"}},
+                    "0.deployments.0.autoscaling_config.max_replicas: 'foo' is not allowed; ",
+                ),
+            )
+        ),
+        (
+            serve_file(
+                GOOD,
+                deployments=[
+                    {
+                        "name": "ModelServer",
+                        "request_router_config": {"request_router_class": "foo.Bar"},
+                    }
+                ],
+            ),
+            "applications: Serve refuses a section: No module named 'foo'",
+        ),
+        (
+            bad(speculation=[{"kind": "trie", "snapshot_url": "foo://x"}]),
+            "applications.0.args.speculation.0.snapshot_url: 'foo://x' is not allowed; ",
+        ),
+        (
+            bad(
+                speculation=[{"kind": "trie", "max_bytes": 1 << 20}],
+                http={"api_keys": [{"env": f"KEY_{i}", "tenant": f"t{i}"} for i in range(20)]},
+            ),
+            "applications.0.args.speculation.0.max_bytes: 1048576 is not allowed; allowed: "
+            "at least 1334080, 66704 for each of 20 tenants and adapters",
+        ),
         (
             serve_file(GOOD) | {"http_options": {"port": 99999}},
             "http_options.port: 99999 is not allowed; allowed: 1 .. 65535",
@@ -185,12 +232,12 @@ def test_an_invalid_file_is_reported_in_one_line(
 def test_each_unknown_key_of_a_deployments_sections_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    sections = {"autoscaling_config": {"max_replica": 2, "min_replica": 1}}
+    sections: dict[str, Any] = {"autoscaling_config": {"max_replica": 2, "min_replica": 1, 1: 2}}
     sections |= {"gang_scheduling_config": {"gang_size": 2, "gang": 2}}
     deployment = {"name": "ModelServer", **sections}
     assert main(["check", write(serve_file(GOOD, deployments=[deployment]))]) == 2
     lines = capsys.readouterr().err.splitlines()
-    keys = [f"autoscaling_config.{key}" for key in sorted(sections["autoscaling_config"])]
+    keys = [f"autoscaling_config.{key}" for key in (1, "max_replica", "min_replica")]
     keys.append("gang_scheduling_config.gang")
     for line, key in zip(lines, keys, strict=True):
         assert f"app.yaml: applications.0.deployments.0.{key}: " in line
@@ -202,6 +249,7 @@ def test_each_unknown_key_of_a_deployments_sections_is_reported(
     [
         {"num_replicas": 2},
         {"num_replicas": "auto"},
+        {"num_replicas": "auto", "autoscaling_config": {"min_replicas": 2}},
         {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}},
     ],
 )

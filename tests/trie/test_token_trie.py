@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from specserve.core.source_config import TrieConfig
+from specserve.core.source_config import MIN_TRIE_BYTES, TrieConfig
 from specserve.core.types import Drafts, Int32Array
 from specserve.trie.layout import NUM_FREE_PAGES, NUM_FREE_SLOTS, PAGE
 from specserve.trie.token_trie import NO_SEQUENCE, TokenTrie
@@ -368,3 +368,9 @@ def test_short_texts_evict_one_another() -> None:
         learn(trie, text)
     assert draft(trie, texts[-1][:10]) == texts[-1][10:18].tolist()
     assert trie.num_evicted_tokens > 0
+
+
+def test_the_configurations_least_memory_of_a_trie_is_enough() -> None:
+    TokenTrie(MIN_TRIE_BYTES)
+    with pytest.raises(ValueError, match="too small"):
+        TokenTrie(MIN_TRIE_BYTES - 1)
