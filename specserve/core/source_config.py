@@ -134,7 +134,8 @@ class TrieConfig(SourceSection):
     min_match_len: int = Field(default=2, ge=2, le=16)
     """Shortest context in tokens that must have occurred before."""
     max_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Bytes of a replica's trie, about 61 per token; each namespace has an equal part."""
+    """Bytes of a replica's trie, about 61 per token; each namespace has an equal part, at least
+    66,704 bytes."""
     share: Literal["cluster", "replica"] = "cluster"
     """Which replicas learn from a replica's requests: all replicas, or only itself."""
     share_tenants: bool = False
