@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from argparse import Namespace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -117,6 +118,9 @@ def _vllm_options(config: AppConfig) -> dict[str, Any]:
             raise ConfigError(field, value, ", ".join(sorted(QUANTIZATION_METHODS)))
         if key in _PLUGINS and options[key]:
             _import(field, options[key])
+        if key == "middleware":
+            for index, each in enumerate(options[key] or ()):
+                _import_object(f"{field}.{index}", each)
     return options
 
 
@@ -130,6 +134,16 @@ def _import(field: str, plugin: str) -> None:
         raise ConfigError(field, plugin, f"a module without errors: {reason_of(error)}") from error
     if module is None:
         raise ConfigError(field, plugin, "a Python file or a module that can be imported")
+
+
+def _import_object(field: str, name: str) -> None:
+    """Imports ``module.object``, which vLLM would do after it has loaded the weights."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        getattr(import_module(module), attribute)
+    except Exception as error:  # the module's own
+        allowed = f"a class or function module.name: {reason_of(error)}"
+        raise ConfigError(field, name, allowed) from error
 
 
 @cache

@@ -42,6 +42,8 @@ def config(vllm: dict[str, Any] | None = None, **sections: Any) -> AppConfig:
         ({"quantization": "weight_only_int8"}, "int8_per_channel_weight_only"),
         ({"tool_call_parser": "hermess"}, "hermes"),
         ({"reasoning_parser": "deepseek_r0"}, "deepseek_r1"),
+        ({"middleware": ["foo"]}, "a class or function module.name"),
+        ({"middleware": ["json.Missing"]}, "has no attribute 'Missing'"),
         ({"tool_parser_plugin": "/no/such.py"}, "a Python file or a module that can be imported"),
         ({"ssl_keyfile": "key.pem"}, "http_options"),
         ({"api_key": ["sk-1"]}, "http.api_keys"),
