@@ -20,8 +20,8 @@ MAX_WAITING_SAVES = 4
 """Calls that may wait for a snapshot. A store runs eight calls at a time: if the file system hangs,
 four remain for the replicas."""
 
-START_S = 15.0
-"""Longest wait of a starting store for its snapshot, in seconds."""
+START_S = 60.0
+"""Longest wait of a starting store for its snapshot, in seconds. A large one takes tens of them."""
 
 
 class SnapshotStats(msgspec.Struct, kw_only=True):
