@@ -60,8 +60,7 @@ def report_asked_tokens(runner: Any) -> None:
     vLLM's sampler replaces the top tokens of all requests of a step (issue 42592). Its V2 model
     runner has another sampler.
     """
-    theirs = runner.sampler
-    runner.sampler = AskedTokensSampler(theirs.logprobs_mode, theirs.use_fp64_gumbel)
+    _replace_sampler(runner, AskedTokensSampler)
 
 
 def keep_asked_tokens(runner: Any) -> None:
@@ -73,11 +72,15 @@ def keep_asked_tokens(runner: Any) -> None:
         _replace_samplers(runner, AskedTokensSampler, AskedTokensRejectionSampler)
 
 
+def _replace_sampler(runner: Any, plain: type[AskedTokensSampler]) -> None:
+    theirs = runner.sampler
+    runner.sampler = plain(theirs.logprobs_mode, theirs.use_fp64_gumbel)
+
+
 def _replace_samplers(
     runner: Any, plain: type[AskedTokensSampler], verifying: type[AskedTokensRejectionSampler]
 ) -> None:
-    theirs = runner.sampler
-    runner.sampler = plain(theirs.logprobs_mode, theirs.use_fp64_gumbel)
+    _replace_sampler(runner, plain)
     runner.rejection_sampler = verifying(runner.sampler, runner.speculative_config, runner.device)
 
 
