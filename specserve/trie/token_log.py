@@ -153,6 +153,8 @@ class TokenLog:
         """Drops the oldest records until the rest fits."""
         while self.num_bytes > self._max_bytes and self._head < len(self._slots):
             record = self._slots[self._head]
+            if record is not None and self._tombstone_at.get(record.namespace) == self.start:
+                del self._tombstone_at[record.namespace]
             self._slots[self._head] = None
             self._head += 1
             if record is None:

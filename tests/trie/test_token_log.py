@@ -137,6 +137,13 @@ def test_a_new_reader_gets_old_tombstones_before_newer_text() -> None:
     assert all(each == first for each in rest)
 
 
+def test_places_of_tombstones_that_the_log_has_dropped_are_forgotten() -> None:
+    log = new_log(MIN_BYTES)
+    for number in range(1, 2000):
+        log.append(purge(number, namespace=f"tenant-{number}"))
+    assert len(log._tombstone_at) == log.num_records < 1999
+
+
 def test_the_memory_of_tombstones_is_bounded() -> None:
     log = new_log(MIN_BYTES)
     for number in range(1, MAX_TOMBSTONES + 100):
