@@ -64,7 +64,7 @@ def check_engine_options(config: AppConfig) -> None:
             or is refused here; or options do not go together.
     """
     options = _vllm_options(config)
-    _check_adapters(config, options)
+    _check_adapter_names(config, options)
     if template := options.get("chat_template"):
         read_chat_template(template, "engine.vllm.chat_template")
     for key, parsers in _PARSERS.items():
@@ -84,7 +84,7 @@ def check_engine_options(config: AppConfig) -> None:
         raise ConfigError("engine.vllm", config.engine.vllm, allowed) from None
 
 
-def _check_adapters(config: AppConfig, options: dict[str, Any]) -> None:
+def _check_adapter_names(config: AppConfig, options: dict[str, Any]) -> None:
     """Refuses adapters that vLLM would refuse after it has loaded the weights."""
     names = list(config.model.names)
     for index, adapter in enumerate(options.get("lora_modules") or ()):

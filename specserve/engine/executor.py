@@ -1,9 +1,10 @@
 """Runs the tensor-parallel shards: one in the engine core's process, or all as Ray actors.
 
 A single CPU shard on the replica's own node runs in process, without messages between processes.
-All other shards are Ray actors. The subclasses here fix two defects of vLLM's Ray executor. It
-waits for ever for a shard that has died on another node. It also refuses CPUs, because the CPU
-platform names no Ray resource. The CPU subclass counts CPUs as devices and reports no GPU ids.
+All other shards are Ray actors. The subclasses here fix three defects of vLLM's Ray executor. It
+waits for ever for a shard that has died on another node. After a call that failed, it takes answers
+to it for answers to the next call. It also refuses CPUs, because the CPU platform names no Ray
+resource. The CPU subclass counts CPUs as devices and reports no GPU ids.
 """
 
 from __future__ import annotations
