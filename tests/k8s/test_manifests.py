@@ -282,8 +282,9 @@ def test_the_nodes_communicate_over_the_pods_interface(variable: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", R1_OVERLAYS)
-def test_vllms_compile_cache_is_on_a_shared_volume(overlay: str) -> None:
-    cache = environment(overlay)["VLLM_CACHE_ROOT"]
+@pytest.mark.parametrize("variable", ["VLLM_CACHE_ROOT", "FLASHINFER_WORKSPACE_BASE"])
+def test_each_compile_cache_is_on_a_shared_volume(overlay: str, variable: str) -> None:
+    cache = environment(overlay)[variable]
     for pod in pods(overlay):
         (container,) = pod["spec"]["containers"]
         (mount,) = (
