@@ -34,7 +34,7 @@ SERVE_FILES = {
     "r1-two-nodes": "r1_mtp_hybrid.yaml",
     "rdma": "r1_mtp_hybrid.yaml",
 }
-SECRETS = {"specserve-ray-auth", "specserve-redis", "specserve-api-keys"}
+SECRETS = {"specserve-ray-auth", "specserve-redis", "specserve-api-keys", "specserve-hub"}
 """Secrets are in no file: the user creates them."""
 CUSTOM_KINDS = {"RayService", "PodMonitor", "PrometheusRule"}
 
@@ -320,6 +320,8 @@ def test_a_job_fills_the_volume_of_weights_as_the_pods_that_read_it(tmp_path: Pa
     (container,), (reader,) = job["containers"], reading["containers"]
     assert container["image"] == reader["image"]
     assert container["securityContext"] == reader["securityContext"]
+    (token,) = container["envFrom"]  # for the hub
+    assert token in reader["envFrom"]
     (volume,) = job["volumes"]
     claims = list(yaml.safe_load_all((ROOT / "k8s/base/volumes.yaml").read_text()))
     claimed = volume["persistentVolumeClaim"]["claimName"]
