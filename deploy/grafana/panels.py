@@ -199,7 +199,7 @@ def _sources() -> list[Panel]:
         ),
         Panel(
             "Load of drafters",
-            "Share of the time in which a drafter's model computes; near 1 it needs company.",
+            "Share of the time in which a drafter's model computes; near 1: raise num_actors.",
             "percentunit",
             {"{{drafter}}": of_drafters(specs.DRAFTER_COMPUTE).rate("drafter")},
         ),
@@ -255,7 +255,7 @@ def _draft_memory() -> list[Panel]:
         ),
         Panel(
             "Replicated tokens per second",
-            "Taught by other replicas, and lost to them while the store was away.",
+            "Received from other replicas, and lost to them while the store did not answer.",
             "short",
             {
                 f"{by} received": or_zero(ours(specs.TRIE_RECEIVED).rate("model"), store_up),
