@@ -65,7 +65,7 @@ def extend_beam_search(max_logprobs: int, learn: Learn) -> None:
         adapter = lora_request.lora_name if lora_request is not None else ""
         began = time.time()
         # Between two steps the search has no request in the engine, so others may take its places.
-        self.engine_client.check_admission(params.beam_width)
+        self.engine_client.check_admission(params.beam_width, request_id)
         IN_BEAM_SEARCH.set(True)
         try:
             async for output in search(self, prompt, request_id, params, lora_request, **options):

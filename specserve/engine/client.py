@@ -17,7 +17,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from specserve.core.errors import reason_of
 from specserve.engine.prediction import CURRENT_PREDICTION
 from specserve.engine.report import Reports, reported
-from specserve.engine.tenants import CURRENT_CONTROLS, IN_BEAM_SEARCH
+from specserve.engine.tenants import CURRENT_CALL, CURRENT_CONTROLS, IN_BEAM_SEARCH, RESERVED
 from specserve.sources.controls import wants_report
 
 CLIENT_ERRORS = (ValueError, TypeError, OverflowError, RecursionError)
@@ -50,6 +50,7 @@ def refuse_long_lists(handler: Any, most: int) -> None:
                     f"and the server's limit of open ones is {most}."
                 )
                 raise VLLMValidationError(message, parameter="prompt", value=len(prompts))
+            handler.engine_client.check_admission(number - (request.n or 1))  # vLLM checked one
         return prompts
 
     handler.render_completion_request = render_checked
@@ -78,12 +79,20 @@ class ServedLLM(AsyncLLM):
         return prediction.counted(outputs, is_cumulative=is_cumulative)
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """vLLM's method. Refuses a request that exceeds the limit alone.
+        """vLLM's method. Also refuses a request that exceeds the limit alone.
 
         vLLM would answer 503, as if it could be accepted later.
 
+        vLLM checks a call before it renders the prompt, and again when it adds the request. Then a
+        stream has been answered with 200. So the first check reserves the call's places.
+
+        Args:
+            n: number of sequences.
+            request_id: of the request being added; None: the call's first check.
+
         Raises:
             VLLMValidationError: ``n`` is above the limit.
+            QueueOverflowError: the places are taken or reserved.
         """
         if IN_BEAM_SEARCH.get():
             return
@@ -93,7 +102,16 @@ class ServedLLM(AsyncLLM):
                 f"The request takes {n} sequences, and the server's limit of open ones is {most}."
             )
             raise VLLMValidationError(message)
+        call = CURRENT_CALL.get()
+        if request_id is not None and call in RESERVED:
+            RESERVED[call] = max(RESERVED[call] - n, 0)
         super().check_admission(n, request_id)
+        if request_id is None and call in RESERVED:
+            RESERVED[call] += n
+
+    def get_num_unfinished_requests(self) -> int:
+        """vLLM's method, which :meth:`check_admission` calls. Counts reserved places, too."""
+        return int(super().get_num_unfinished_requests()) + RESERVED.total()
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, **options: Any

@@ -8,6 +8,7 @@ tenant, and no handler can drop the controls.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from contextvars import ContextVar
 from hashlib import blake2b
@@ -28,6 +29,13 @@ CURRENT_CONTROLS: ContextVar[Mapping[str, object]] = ContextVar(
 IN_BEAM_SEARCH: ContextVar[bool] = ContextVar("specserve_beam_search", default=False)
 """Whether this context runs a beam search. It was admitted as a whole, and sends one request for
 each beam and step."""
+
+CURRENT_CALL: ContextVar[object] = ContextVar("specserve_call", default=None)
+"""Key of the HTTP call being answered in :data:`RESERVED`."""
+
+RESERVED: Counter[object] = Counter()
+"""Places in the engine that a call was admitted to and that its requests have not taken yet. Every
+call being answered has an entry."""
 
 _BEAM_CONTROLS = {"speculation": "off", "learn": 0}
 """A beam's request generates one token, so drafts cannot help. Most beams are discarded, so their

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.core.errors import GenerationError, RequestError
 from specserve.engine.prediction import CURRENT_PREDICTION, Prediction, Predictor
-from specserve.engine.tenants import CURRENT_CONTROLS
+from specserve.engine.tenants import CURRENT_CALL, CURRENT_CONTROLS, RESERVED
 from specserve.engine.text_request import Grammar
 from specserve.serve.generation.answers import error_response
 from specserve.serve.generation.routes import is_generation
@@ -88,12 +88,16 @@ class ControlsMiddleware:
             headers["content-length"] = str(len(body))
             scope = {**scope, "headers": headers.raw}
         del given, request  # frees them while the answer is computed
+        call = object()
         tokens = CURRENT_CONTROLS.set(controls), CURRENT_PREDICTION.set(prediction)
+        CURRENT_CALL.set(call)
+        RESERVED[call] = 0
         try:
             await self._app(scope, _with_body(body, receive), send)
         finally:
             CURRENT_CONTROLS.reset(tokens[0])
             CURRENT_PREDICTION.reset(tokens[1])
+            del RESERVED[call]
 
     async def _read(
         self, request: Mapping[str, Any]

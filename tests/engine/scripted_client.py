@@ -66,7 +66,7 @@ class ScriptedClient:
         """vLLM's method."""
         return False
 
-    def check_admission(self, n: int) -> None:
+    def check_admission(self, n: int, request_id: str | None = None) -> None:
         """vLLM's method. There is no limit."""
 
     async def generate(

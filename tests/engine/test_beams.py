@@ -57,7 +57,7 @@ class Front(BeamSearchOnlineMixin):  # type: ignore[misc]
         self.engine_client: Any = SimpleNamespace(
             input_processor=SimpleNamespace(resolve_watermarking=lambda _: None),
             generate=self._generate,
-            check_admission=self.admitted.append,
+            check_admission=lambda n, request_id: self.admitted.append(n),
         )
         self._finish_reason = finish_reason
         self.ids: list[str] = []

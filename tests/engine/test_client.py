@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextvars import copy_context
+from collections.abc import Iterator
+from contextvars import Context, copy_context
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from specserve.engine.client import ServedLLM
-from specserve.engine.tenants import IN_BEAM_SEARCH
+from specserve.engine.client import ServedLLM, refuse_long_lists
+from specserve.engine.tenants import CURRENT_CALL, IN_BEAM_SEARCH, RESERVED
 from tests.engine.scripted_client import ScriptedClient
 
 NESTED: Any = 1
@@ -123,6 +125,51 @@ def test_a_beam_searchs_steps_are_admitted_while_the_queue_is_full(
     context = copy_context()
     context.run(IN_BEAM_SEARCH.set, True)
     context.run(client.check_admission, 1)
+
+
+@pytest.fixture
+def calls(client: Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Context]]:
+    """Contexts of three HTTP calls, at a client that admits two sequences."""
+    monkeypatch.setattr(client.scheduler_config, "max_num_queued_reqs", 2)
+    monkeypatch.setattr(client, "_record_admission_rejection", lambda limit: None)
+    contexts = [copy_context() for _ in range(3)]
+    for call, context in enumerate(contexts):
+        RESERVED[call] = 0
+        context.run(CURRENT_CALL.set, call)
+    yield contexts
+    RESERVED.clear()
+
+
+def test_calls_whose_requests_are_not_added_yet_take_places(
+    client: Client, calls: list[Context]
+) -> None:
+    calls[0].run(client.check_admission, 1)
+    calls[1].run(client.check_admission, 1)
+    with pytest.raises(QueueOverflowError):
+        calls[2].run(client.check_admission, 1)
+    calls[0].run(client.check_admission, 1, "request")  # takes its own place
+    with pytest.raises(QueueOverflowError):
+        calls[2].run(client.check_admission, 2)
+    calls[2].run(client.check_admission, 1)
+
+
+def test_a_list_of_prompts_takes_the_places_of_all_of_them(
+    client: Client, calls: list[Context]
+) -> None:
+    async def render(request: Any) -> list[str]:
+        client.check_admission(request.n)
+        return ["a", "b"]
+
+    handler = SimpleNamespace(engine_client=client, render_completion_request=render)
+    refuse_long_lists(handler, 2)
+
+    async def run() -> None:
+        rendered = partial(handler.render_completion_request, SimpleNamespace(n=1))
+        await asyncio.create_task(rendered(), context=calls[0])
+        with pytest.raises(QueueOverflowError):
+            await asyncio.create_task(rendered(), context=calls[1])
+
+    asyncio.run(run())
 
 
 def test_a_client_that_leaves_during_the_send_leaves_no_request(client: Client) -> None:

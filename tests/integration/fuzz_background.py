@@ -22,8 +22,8 @@ _PROMPTS = [
 def is_refused(events: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the server refused a stream because it was full.
 
-    vLLM checks its capacity before it answers 200, and again when it adds the request. Another
-    request may take the last place in between.
+    vLLM checks its capacity before it answers 200, and again when it adds the request. A beam
+    search may take more places in between, as its steps are not checked.
     """
     return [event.get("error", {}).get("code") for event in events] == [503]
 

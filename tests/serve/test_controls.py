@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
-from specserve.engine.tenants import CURRENT_CONTROLS
+from specserve.engine.tenants import CURRENT_CALL, CURRENT_CONTROLS, RESERVED
 from specserve.serve.controls import ControlsMiddleware
 
 WIDE = ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
@@ -37,6 +37,16 @@ def test_a_valid_body_in_pieces_arrives_whole(
         yield from (body[:20], body[20:90], body[90:])
 
     assert client.post("/v1/completions", content=pieces()).content == body
+
+
+def test_a_call_that_ends_holds_no_place_in_the_engine() -> None:
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        RESERVED[CURRENT_CALL.get()] += 3
+        await Response(status_code=400)(scope, receive, send)
+
+    client = TestClient(ControlsMiddleware(refuse, []))
+    assert client.post("/v1/completions", json={}).status_code == 400
+    assert not RESERVED
 
 
 @pytest.mark.parametrize(
