@@ -210,6 +210,14 @@ class AppConfig(Section):
         if most < least:
             allowed = f"at least engine.max_num_seqs ({least})"
             raise ConfigError("engine.max_num_batched_tokens", most, allowed)
+        if self.engine.vllm.get("enable_lora") and self.speculation:  # a rule of vLLM
+            width = self.num_speculative_tokens + 1
+            if most < least * width:
+                allowed = (
+                    f"at least {least * width}, engine.max_num_seqs ({least}) * {width}, the "
+                    "longest draft and a token, with enable_lora"
+                )
+                raise ConfigError("engine.max_num_batched_tokens", most, allowed)
         return self
 
     @model_validator(mode="after")

@@ -262,8 +262,8 @@ def test_warm_texts_have_the_namespace_of_their_requests(
     (plain,) = warmed(tmp_path, monkeypatch, serve_file(tmp_path, {}), lines=lines)
     assert plain.namespace == namespace(identity)
     assert capsys.readouterr().out == f"3 tokens of 1 texts taught to {plain.namespace}\n"
-    lora = {"enable_lora": True}
-    path = serve_file(tmp_path, {}, {"http": {"api_keys": KEYS}, "engine": {"vllm": lora}})
+    engine = {"vllm": {"enable_lora": True}, "max_num_seqs": 64}
+    path = serve_file(tmp_path, {}, {"http": {"api_keys": KEYS}, "engine": engine})
     owner = ("--application", "app1", "--tenant", "team-b", "--adapter", "an-adapter")
     (taught,) = warmed(tmp_path, monkeypatch, path, *owner, lines=lines)
     assert taught.namespace == namespace(identity, "an-adapter", "team-b")

@@ -98,6 +98,11 @@ def test_a_config_is_frozen() -> None:
             r"^engine\.max_num_batched_tokens: 64 .* at least engine\.max_num_seqs \(128\)$",
         ),
         (
+            {"engine": {"vllm": {"enable_lora": True}}, "speculation": [{"kind": "ngram"}]},
+            r"^engine\.max_num_batched_tokens: 2048 .* at least 2304, engine\.max_num_seqs \(256\) "
+            r"\* 9, the longest draft and a token, with enable_lora$",
+        ),
+        (
             {"speculation": [{"kind": "mtp", "placement": "in_engine", "model": "module"}]},
             r"^speculation\.0\.model: 'module' .* empty, where placement is in_engine$",
         ),
