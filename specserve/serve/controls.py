@@ -70,7 +70,8 @@ class ControlsMiddleware:
             return
         try:
             body = await Request(scope, without_pauses(receive)).body()
-        except ClientDisconnect:
+        except ClientDisconnect:  # vLLM's metrics would count a call without an answer as 500
+            await openai_error("The client disconnected", 400)(scope, receive, send)
             return
         except HTTPException as error:
             await openai_error(error.detail, error.status_code)(scope, receive, send)

@@ -154,10 +154,29 @@ def add_exception_handlers(
 ) -> None:
     """Adds handlers to an application whose middleware stack is already built, such as vLLM's.
 
-    The stack is not rebuilt: vLLM's metrics of HTTP requests work only in the first one.
+    Raises:
+        EngineError: a configured middleware does not keep the next one as ``app``.
+    """
+    for error, handler in handlers.items():
+        _innermost(app).add_exception_handler(error, handler)
+
+
+def wrap_routes(app: FastAPI, wrap: Callable[[ASGIApp], ASGIApp]) -> None:
+    """Wraps an application's routes inside its middleware, whose stack is already built.
+
+    Configured middleware then sees a request first, as in ``vllm serve``.
 
     Raises:
         EngineError: a configured middleware does not keep the next one as ``app``.
+    """
+    layer = _innermost(app)
+    layer.app = wrap(layer.app)
+
+
+def _innermost(app: FastAPI) -> Any:
+    """Finds the innermost middleware of a stack.
+
+    The stack is not rebuilt: vLLM's metrics of HTTP requests work only in the first one.
     """
     layer: Any = app.middleware_stack
     while not isinstance(layer, ExceptionMiddleware):
@@ -165,8 +184,7 @@ def add_exception_handlers(
             name = type(layer).__name__
             raise EngineError(f"engine.vllm.middleware: {name} has no attribute 'app'")
         layer = layer.app
-    for error, handler in handlers.items():
-        layer.add_exception_handler(error, handler)
+    return layer
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:

@@ -30,6 +30,7 @@ from specserve.serve.middleware import (
     refuse_scaling,
     serve_fresh_metrics,
     with_cors_of,
+    wrap_routes,
 )
 from specserve.serve.page import ReplicaView, SpeculationPage
 from specserve.serve.placement import other_nodes, reserve
@@ -112,9 +113,9 @@ class ModelServer:
         )
         in_engine = self._config.drafts_in_engine
         kinds = None if in_engine else [source.kind for source in self._config.speculation]
-        wrapped: ASGIApp = ControlsMiddleware(app, kinds, self._engine.predictor())
-        if self._keys:
-            wrapped = TenantMiddleware(wrapped, self._keys)
+        predictor = self._engine.predictor()
+        wrap_routes(app, lambda routes: ControlsMiddleware(routes, kinds, predictor))
+        wrapped: ASGIApp = TenantMiddleware(app, self._keys) if self._keys else app
         self._progress.ready(_base_url())
         wrapped = RetryAfterMiddleware(wrapped, self._config.http.retry_after_s)
         return DisconnectMiddleware(with_cors_of(app, wrapped))

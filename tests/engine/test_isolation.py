@@ -6,16 +6,21 @@ import asyncio
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextvars import copy_context
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import httpx
 import pytest
 import torch
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.testclient import TestClient
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import SamplingParams
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -44,7 +49,8 @@ from specserve.engine.isolation import (
     part_responses,
 )
 from specserve.engine.tenants import CURRENT_TENANT
-from specserve.serve.middleware import refuse_scaling, serve_fresh_metrics
+from specserve.serve.controls import ControlsMiddleware
+from specserve.serve.middleware import refuse_scaling, serve_fresh_metrics, wrap_routes
 from specserve.sources.controls import NO_TENANT
 
 T = TypeVar("T")
@@ -411,3 +417,32 @@ def test_invocations_are_closed_if_they_have_sessions(
     app = application()
     close_routes(app)
     assert "/invocations" not in paths(app)
+
+
+def test_a_middleware_runs_before_the_body_is_read(application: Callable[[], FastAPI]) -> None:
+    class Refusing:
+        def __init__(self, app: ASGIApp) -> None:
+            self.app = app
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            is_known = "authorization" in Request(scope).headers
+            await (self.app if is_known else Response(status_code=401))(scope, receive, send)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"{"
+        raise AssertionError("the body was read")
+
+    app = application()
+    app.user_middleware.insert(0, Middleware(Refusing))
+    app.middleware_stack = app.build_middleware_stack()
+    wrap_routes(app, lambda routes: ControlsMiddleware(routes, []))
+
+    async def run() -> list[int]:
+        path, transport = "/v1/completions", httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
+            refused = await client.post(path, content=pieces())
+            json, headers = {"vllm_xargs": {"learn": 2}}, {"authorization": "x"}
+            read = await client.post(path, json=json, headers=headers)
+            return [refused.status_code, read.status_code]
+
+    assert asyncio.run(run()) == [401, 400]

@@ -302,7 +302,7 @@ def test_a_body_that_stops_or_trickles_gives_its_place_back(
     assert statuses[0] == status
 
 
-def test_a_disconnect_within_the_body_is_no_error() -> None:
+def test_a_disconnect_within_the_body_is_counted_as_a_clients_error() -> None:
     messages: Iterator[Message] = iter(
         [
             {"type": "http.request", "body": b"vllm_xargs", "more_body": True},
@@ -314,7 +314,13 @@ def test_a_disconnect_within_the_body_is_no_error() -> None:
         return next(messages)
 
     async def fail(*_: object) -> None:
-        raise AssertionError("nobody waits for an answer")
+        raise AssertionError("an incomplete body reached the application")
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    asyncio.run(ControlsMiddleware(fail, [])(scope, receive, fail))
+    asyncio.run(ControlsMiddleware(fail, [])(scope, receive, send))
+    assert sent[0]["status"] == 400
