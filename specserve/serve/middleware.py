@@ -32,6 +32,10 @@ _DISCONNECT: Message = {"type": "http.disconnect"}
 _RENDER_S = 10.0
 """Time limit for rendering the metrics, in seconds."""
 _BUSY = (503, 429)
+_ADAPTER_PATHS = (
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/adapters", "/adapters/{adapter_name}"),
+)
 BODY_PAUSE_S = 30.0
 """Longest pause in seconds within a body. A call that is not read to its end takes one of the
 replica's places, and Serve has no limit of its own."""
@@ -224,25 +228,34 @@ def serve_fresh_metrics(
         headers = {"content-type": content_type, AS_OF: f"{refreshed_at:.6f}", **CACHEABLE}
         return Response(await texts.get(refreshed_at), headers=headers)
 
-    _replace_routes(app, "/metrics", answer, "GET")
+    _replace_routes(app, "/metrics", answer)
 
 
 def refuse_scaling(app: Starlette) -> None:
     """Makes vLLM's route ``/scale_elastic_ep``, where it exists, answer 501."""
-    _replace_routes(app, "/scale_elastic_ep", _answer_not_scaled, "POST")
+    message = "Engines are not scaled by request: placement.num_replicas says how many there are"
+    _refuse(app, "/scale_elastic_ep", message)
+
+
+def refuse_adapters(app: Starlette) -> None:
+    """Makes vLLM's routes that load or unload an adapter, where they exist, answer 501."""
+    for path in _ADAPTER_PATHS:
+        _refuse(app, path, "One of several replicas would do it: use one replica or a resolver")
+
+
+def _refuse(app: Starlette, path: str, message: str) -> None:
+    async def answer(request: Request) -> Response:
+        return openai_error(message, 501)
+
+    _replace_routes(app, path, answer)
 
 
 def _replace_routes(
-    app: Starlette, path: str, answer: Callable[[Request], Awaitable[Response]], method: str
+    app: Starlette, path: str, answer: Callable[[Request], Awaitable[Response]]
 ) -> None:
     for index, route in enumerate(app.router.routes):
         if getattr(route, "path", "") == path:
-            app.router.routes[index] = Route(path, answer, methods=[method])
-
-
-async def _answer_not_scaled(request: Request) -> Response:
-    message = "Engines are not scaled by request: placement.num_replicas says how many there are"
-    return openai_error(message, 501)
+            app.router.routes[index] = Route(path, answer, methods=getattr(route, "methods", None))
 
 
 def openai_error(

@@ -27,6 +27,7 @@ from specserve.serve.middleware import (
     add_exception_handlers,
     answer_deep_nesting,
     answer_http_error,
+    refuse_adapters,
     refuse_scaling,
     serve_fresh_metrics,
     with_cors_of,
@@ -71,7 +72,7 @@ class ModelServer:
         # A library of vLLM's routes sets the root logger to this level, or to ERROR without it.
         os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
         # Again, since this node's version may differ from that of the building node.
-        check_vllm(self._config, _most_replicas())
+        check_vllm(self._config)
         # Not from the building node: Serve keeps its arguments, also when a key has been replaced.
         self._keys = read_keys(self._config.http.api_keys, os.environ)
         with without_collections():
@@ -108,6 +109,8 @@ class ModelServer:
             app.include_router(generation_router(self._config, self._engine.text_generator(app)))
         serve_fresh_metrics(app, monitor.refresh, prometheus_client.REGISTRY)
         refuse_scaling(app)
+        if _most_replicas() > 1:
+            refuse_adapters(app)
         add_exception_handlers(
             app, {HTTPException: answer_http_error, RecursionError: answer_deep_nesting}
         )

@@ -50,7 +50,12 @@ from specserve.engine.isolation import (
 )
 from specserve.engine.tenants import CURRENT_TENANT
 from specserve.serve.controls import ControlsMiddleware
-from specserve.serve.middleware import refuse_scaling, serve_fresh_metrics, wrap_routes
+from specserve.serve.middleware import (
+    refuse_adapters,
+    refuse_scaling,
+    serve_fresh_metrics,
+    wrap_routes,
+)
 from specserve.sources.controls import NO_TENANT
 
 T = TypeVar("T")
@@ -395,6 +400,17 @@ def test_our_refusal_replaces_vllms_scaling_route(
     app = application()
     refuse_scaling(app)
     assert TestClient(app).post("/scale_elastic_ep", json={}).status_code == 501
+
+
+def test_our_refusals_replace_vllms_routes_of_adapters(
+    application: Callable[[], FastAPI],
+) -> None:
+    app = application()
+    refuse_adapters(app)
+    client = TestClient(app)
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters"):
+        assert client.post(path, json={}).status_code == 501, path
+    assert client.delete("/adapters/a").status_code == 501
 
 
 def test_our_metrics_route_replaces_vllms(

@@ -77,7 +77,6 @@ def test_vllms_own_api_key_is_refused_since_it_leaves_routes_open(
     ("variable", "value", "sections"),
     [
         ("VLLM_USE_V2_MODEL_RUNNER", "1", {"speculation": [{"kind": "ngram"}]}),
-        ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True", {"placement": {"num_replicas": 2}}),
     ],
 )
 def test_a_variable_is_refused_only_where_it_cannot_work(
@@ -107,15 +106,6 @@ def test_a_binding_of_threads_is_refused_on_cpu(
         check_vllm(config())
     monkeypatch.delenv(variable)
     check_vllm(config())
-
-
-def test_adapters_cannot_be_loaded_at_run_time_where_serve_may_start_more_replicas(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-    check_vllm(config(), num_replicas=1)
-    with pytest.raises(ConfigError, match="in one of the replicas only"):
-        check_vllm(config(), num_replicas=2)
 
 
 @pytest.mark.parametrize(
