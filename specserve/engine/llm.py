@@ -320,6 +320,8 @@ def prepare_environment(config: AppConfig) -> None:
     keep_sockets_in_session()
     # On a host without default route vLLM finds 0.0.0.0; Ray knows the right address.
     os.environ.setdefault("VLLM_HOST_IP", ray.util.get_node_ip_address())
+    # vLLM does so later in a Ray actor, but `mm_tensor_ipc: torch_shm` needs it before.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if shares := [source.num_gpus for source in config.beside_rank_0.values()]:
         # vLLM has one value for all ranks. Each bundle still reserves a whole GPU, so no other
         # process gets the remaining share of the other ranks' GPUs.

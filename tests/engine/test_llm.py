@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Callable, Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from httpx import ASGITransport, AsyncClient, Response
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -26,6 +28,7 @@ from specserve.engine.llm import Engine
 from specserve.engine.prediction import CURRENT_PREDICTION, Prediction
 from tests.engine.scripted_client import ScriptedClient
 
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 NGRAM = {"kind": "ngram"}
 IN_ENGINE = {"kind": "mtp", "placement": "in_engine"}
 
@@ -210,6 +213,19 @@ def test_workers_have_our_logits_processors_with_our_hook_or_on_cpu(
     monkeypatch.setattr(llm, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
     config = parse({"model": {"path": "m"}, "speculation": sources})
     assert llm.has_processors(config) is expected
+
+
+@pytest.mark.parametrize(("given", "method"), [({}, "spawn"), ({METHOD: "fork"}, "fork")])
+def test_vllm_finds_the_process_start_that_a_ray_actor_needs(
+    given: dict[str, str], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = SimpleNamespace(gcs_address="127.0.0.1:1")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(llm, "keep_sockets_in_session", lambda: None)
+    monkeypatch.setattr(os, "environ", given)
+    llm.prepare_environment(parse({"model": {"path": "m"}}))
+    assert given[METHOD] == method
 
 
 def answer_of(client: Any, route: str, **body: Any) -> Response:
