@@ -208,7 +208,8 @@ def serve_fresh_metrics(
 ) -> None:
     """Replaces vLLM's route ``/metrics`` by one that refreshes the speculation metrics first.
 
-    The text is long, so it is rendered once for each refresh, for all readers together.
+    The text is long, so it is rendered once for each refresh, for all readers together. A reader
+    may name the series that it wants by ``name[]``.
 
     Args:
         app: vLLM's application.
@@ -226,6 +227,8 @@ def serve_fresh_metrics(
     async def answer(request: Request) -> Response:
         refreshed_at = await refresh()
         headers = {"content-type": content_type, AS_OF: f"{refreshed_at:.6f}", **CACHEABLE}
+        if names := request.query_params.getlist("name[]"):
+            return Response(encode(registry.restricted_registry(names)), headers=headers)
         return Response(await texts.get(refreshed_at), headers=headers)
 
     _replace_routes(app, "/metrics", answer)

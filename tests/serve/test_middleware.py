@@ -88,6 +88,12 @@ def test_metrics_are_refreshed_under_a_route_prefix_too(
     assert metrics.num_refreshed == refreshed
 
 
+def test_a_scrape_may_name_the_metrics_that_it_wants() -> None:
+    client = TestClient(Metrics().application())
+    assert client.get("/metrics?name[]=first").text == ""
+    assert "second 0.0" in client.get("/metrics?name[]=first&name[]=second").text
+
+
 def test_concurrent_scrapes_share_one_rendering() -> None:
     metrics = Metrics()
 
