@@ -19,9 +19,10 @@ from vllm.model_executor.model_loader import (
     ShardedStateLoader,
     register_model_loader,
 )
+from vllm.model_executor.model_loader.weight_tying import maybe_retie_word_embeddings
 
 from specserve.core.config import AppConfig
-from specserve.core.errors import EngineError, SpecServeError, last_line_of
+from specserve.core.errors import ConfigError, EngineError, SpecServeError, last_line_of
 from specserve.engine.args import served_engine_args
 from specserve.engine.llm import placed_config, prepare_environment
 from specserve.engine.weights import Division, own_quantization
@@ -45,8 +46,20 @@ class _WritingLoader(DefaultModelLoader):
         super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=extra))
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        """Loads the checkpoint and writes this rank's files."""
+        """Loads the checkpoint and writes this rank's files.
+
+        Raises:
+            ConfigError: config.json ties an lm_head that differs from the embedding.
+        """
         super().load_weights(model, model_config)
+        # vLLM loads an lm_head that the checkpoint stores, and ties it after the loading. From
+        # ``sharded_state`` it loads one tensor for both.
+        num_loaded = len(list(model.parameters()))
+        maybe_retie_word_embeddings(model, model_config)
+        is_tied = len(list(model.parameters())) < num_loaded
+        if model_config.word_embeddings_untied_by_checkpoint and not is_tied:
+            allowed = "false in config.json, because lm_head differs from the embedding"
+            raise ConfigError("tie_word_embeddings", True, allowed)
         ShardedStateLoader.save_model(model, self._out, max_size=_PART_BYTES)
 
 

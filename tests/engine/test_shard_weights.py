@@ -1,0 +1,72 @@
+"""What a shard writes, without shards. tests/integration tests the written folder."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import ModelConfig
+from vllm.config.load import LoadConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader import DefaultModelLoader, ShardedStateLoader
+
+from specserve.core.errors import ConfigError
+from specserve.engine.shard_weights import _WritingLoader
+
+
+class Model(torch.nn.Module):
+    """An embedding and a head that vLLM did not tie, because the checkpoint stores both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.lm_head = layer(VocabParallelEmbedding), layer(ParallelLMHead)
+
+
+def layer(kind: type[VocabParallelEmbedding]) -> VocabParallelEmbedding:
+    new: VocabParallelEmbedding = object.__new__(kind)  # its constructor needs a group of shards
+    torch.nn.Module.__init__(new)
+    new.quant_method = UnquantizedEmbeddingMethod()
+    new.weight = torch.nn.Parameter(torch.ones(4, 2))
+    return new
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """The names of the tensors that shards wrote."""
+    written: list[set[str]] = []
+
+    def save(model: torch.nn.Module, out: str, max_size: int) -> None:
+        written.append(set(ShardedStateLoader._filter_subtensors(model.state_dict())))
+
+    monkeypatch.setattr(DefaultModelLoader, "load_weights", lambda *_: None)
+    monkeypatch.setattr(ShardedStateLoader, "save_model", save)
+    return written
+
+
+def write(model: Model, *, is_untied: bool = True) -> None:
+    options: Any = {"model_loader_extra_config": {"out": "out"}}
+    config: ModelConfig = SimpleNamespace(
+        model="tied", word_embeddings_untied_by_checkpoint=is_untied
+    )
+    _WritingLoader(LoadConfig(**options)).load_weights(model, config)
+
+
+def test_a_head_equal_to_the_embedding_is_written_once(written: list[set[str]]) -> None:
+    write(Model())
+    assert written == [{"embed_tokens.weight"}]
+
+
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(written: list[set[str]]) -> None:
+    model = Model()
+    model.lm_head.weight.data += 1
+    with pytest.raises(ConfigError, match=r"^tie_word_embeddings: True is not allowed; allowed: f"):
+        write(model)
+    assert not written
+    write(model, is_untied=False)
+    assert written == [{"embed_tokens.weight", "lm_head.weight"}]
