@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
@@ -87,7 +88,7 @@ def write_shards(config: AppConfig, group: PlacementGroup, folder: Path) -> None
     try:
         vllm_config = placed_config(plain, arguments, group)
         executor = vllm_config.parallel_config.distributed_executor_backend(vllm_config)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, RayError) as error:
         raise EngineError(f"the shards did not start: {last_line_of(error)}") from error
     executor.shutdown()
     num_shards = config.engine.tensor_parallel_size

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import ActorDiedError, RayTaskError
+from safetensors import SafetensorError
 from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -16,8 +20,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader import DefaultModelLoader, ShardedStateLoader
 
-from specserve.core.errors import ConfigError
-from specserve.engine.shard_weights import _WritingLoader
+from specserve.core.config import parse
+from specserve.core.errors import ConfigError, EngineError
+from specserve.engine import shard_weights
+from specserve.engine.shard_weights import _WritingLoader, write_shards
 
 
 class Model(torch.nn.Module):
@@ -70,3 +76,21 @@ def test_a_tied_head_that_differs_from_the_embedding_is_refused(written: list[se
     assert not written
     write(model, is_untied=False)
     assert written == [{"embed_tokens.weight", "lm_head.weight"}]
+
+
+FULL = RayTaskError("load_model", "No space left on device", SafetensorError("no space"))
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), FULL.as_instanceof_cause()])
+def test_a_shard_that_dies_or_cannot_write_is_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
+    def place(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(shard_weights, "prepare_environment", lambda _: None)
+    monkeypatch.setattr(shard_weights, "served_engine_args", lambda _: AsyncEngineArgs("m"))
+    monkeypatch.setattr(shard_weights, "placed_config", place)
+    group: Any = None
+    with pytest.raises(EngineError, match=r"^the shards did not start: .+$"):
+        write_shards(parse({"model": {"path": "m"}}), group, tmp_path)
