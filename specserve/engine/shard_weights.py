@@ -26,7 +26,7 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, EngineError, SpecServeError, last_line_of
 from specserve.engine.args import served_engine_args
 from specserve.engine.llm import placed_config, prepare_environment
-from specserve.engine.weights import Division, own_quantization
+from specserve.engine.weights import Division, expert_layout, own_quantization
 
 _LOAD_FORMAT = "specserve_shard_weights"
 _PART_BYTES = 5 << 30
@@ -100,4 +100,6 @@ def write_shards(config: AppConfig, group: PlacementGroup, folder: Path) -> None
             reason = f"shard {rank} wrote to a folder of another machine: all nodes need the same"
             raise SpecServeError(f"{folder.parent}: {reason}")
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    Division(num_shards, own_quantization(Path(config.model.path)), dtype).write(folder)
+    quantization = own_quantization(Path(config.model.path))
+    experts = expert_layout(config.engine.vllm).values()
+    Division(num_shards, quantization, dtype, *experts).write(folder)

@@ -39,10 +39,25 @@ class Division:
     tensor_parallel_size: int
     quantization: str
     dtype: str
+    enable_expert_parallel: bool = False
+    expert_placement_strategy: str = "linear"
+    num_redundant_experts: int = 0
 
     def write(self, folder: Path) -> None:
         """Writes the division into ``folder``."""
         (folder / MARK).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def expert_layout(options: dict[str, Any]) -> dict[str, Any]:
+    """Options that assign experts to shards, in the order of :class:`Division`, and values."""
+    balancing = options.get("eplb_config")
+    if not isinstance(balancing, dict):  # vLLM refuses other types
+        balancing = {}
+    return {
+        "enable_expert_parallel": options.get("enable_expert_parallel", False),
+        "expert_placement_strategy": options.get("expert_placement_strategy", "linear"),
+        "eplb_config.num_redundant_experts": balancing.get("num_redundant_experts", 0),
+    }
 
 
 def own_quantization(folder: Path) -> str:
@@ -141,6 +156,10 @@ def _check_division(config: AppConfig, made_for: Division, card: dict[str, Any])
     if quantization not in (None, made_for.quantization):
         allowed = f"{made_for.quantization or 'none'}, {made}"
         raise ConfigError("engine.vllm.quantization", quantization, allowed)
+    for key, value in expert_layout(engine.vllm).items():
+        allowed = getattr(made_for, key.rpartition(".")[2])
+        if value != allowed:
+            raise ConfigError(f"engine.vllm.{key}", value, f"{allowed}, {made}")
     if not _has_dtype(engine.dtype, made_for.dtype, card):
         raise ConfigError("engine.dtype", engine.dtype, f"{made_for.dtype}, {made}")
 

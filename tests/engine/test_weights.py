@@ -8,7 +8,7 @@ import pytest
 
 from specserve.core.config import AppConfig, parse
 from specserve.core.errors import ConfigError
-from specserve.engine.weights import MARK, Division, check_weights
+from specserve.engine.weights import MARK, Division, check_weights, expert_layout
 from tests.model_cards import DEEPSEEK_R1_UNQUANTIZED, LLAMA_70B
 
 SHARDED = {"load_format": "sharded_state"}
@@ -77,6 +77,41 @@ def test_options_that_it_was_not_made_for_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         check(folder, vllm, **engine)
+
+
+BALANCED = {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 2}}
+
+
+@pytest.mark.parametrize(
+    ("served", "words"),
+    [
+        ({}, r"engine\.vllm\.enable_expert_parallel: False .*: True, what "),
+        (
+            {"enable_expert_parallel": True, "expert_placement_strategy": "linear"},
+            r"engine\.vllm\.expert_placement_strategy: 'linear' .*: round_robin, what ",
+        ),
+        (
+            {"enable_expert_parallel": True, "expert_placement_strategy": "round_robin"},
+            r"engine\.vllm\.eplb_config\.num_redundant_experts: 0 .*: 2, what ",
+        ),
+    ],
+)
+def test_experts_in_other_places_than_the_folder_has_them_are_refused(
+    folder: Path, served: dict[str, Any], words: str
+) -> None:
+    made = {"enable_expert_parallel": True, "expert_placement_strategy": "round_robin", **BALANCED}
+    Division(2, "", "bfloat16", *expert_layout(made).values()).write(folder)
+    check(folder, SHARDED | made)
+    with pytest.raises(ConfigError, match=words):
+        check(folder, SHARDED | served)
+
+
+def test_a_mark_without_an_expert_layout_means_the_default(folder: Path) -> None:
+    mark = {"tensor_parallel_size": 2, "quantization": "", "dtype": "bfloat16"}
+    (folder / MARK).write_text(json.dumps(mark))
+    check(folder, SHARDED)
+    with pytest.raises(ConfigError, match=r"engine\.vllm\.enable_expert_parallel: True .*: False,"):
+        check(folder, SHARDED | {"enable_expert_parallel": True})
 
 
 def test_the_quantization_of_the_checkpoint_may_be_named(folder: Path) -> None:

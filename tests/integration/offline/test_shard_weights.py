@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from specserve.compare.prompts import load_prompts, load_tokenizer
 from specserve.core.config import AppConfig, parse
 from specserve.engine.checkpoint import model_identity
 from specserve.engine.generation import Job, Sampling
+from specserve.engine.weights import Division
 from tests.integration.cluster import model_path
 from tests.integration.offline.conftest import running_engine
 from tests.integration.stage import Stage
@@ -61,7 +63,7 @@ def test_two_shards_write_the_same_tokens_from_their_own_files(
     assert done.stdout.splitlines()[-1].startswith("2 shard(s), ")  # after vLLM's own lines
     assert {path.name for path in tmp_path.iterdir()} == {"divided", "serve.yaml"}
     mark = json.loads((out / "specserve_shards.json").read_text())
-    assert mark == {"tensor_parallel_size": 2, "quantization": "", "dtype": "float32"}
+    assert mark == asdict(Division(2, "", "float32"))
     divided = two_shards(out, load_format="sharded_state")
     assert model_identity(divided.model) == model_identity(ordinary.model)
 
