@@ -81,6 +81,7 @@ class Router:
         # A client that reconnects keeps its name.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, bind.count(":") > 2)  # Ray's addresses have no brackets
         secret = token_urlsafe(32)
         self._authenticator = ThreadAuthenticator(self._context, log=_silent)
         self._authenticator.start()

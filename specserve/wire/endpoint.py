@@ -43,4 +43,5 @@ class Endpoint:
         if self.secret:
             socket.setsockopt(zmq.PLAIN_USERNAME, USER.encode())
             socket.setsockopt(zmq.PLAIN_PASSWORD, self.secret.encode())
+        socket.setsockopt(zmq.IPV6, "[" in self.place)
         socket.connect(self.place)

@@ -69,6 +69,17 @@ def test_a_client_with_the_secret_is_answered(server: DrafterServer) -> None:
     assert server.counters.num_refused["unauthorized"] == 0
 
 
+@pytest.mark.parametrize("bind", ["tcp://[::1]:0", "tcp://::1:0"])
+def test_a_drafter_listens_on_an_ipv6_address(bind: str) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 on the loopback interface")
+    with closing(DrafterServer(FakeDrafter(), bind)) as server:
+        assert Endpoint.parse(server.address).place.startswith("tcp://[::1]:")
+        greet(server)
+
+
 def test_every_drafter_has_a_secret_of_its_own(server: DrafterServer) -> None:
     with closing(DrafterServer(FakeDrafter())) as other:
         mine, theirs = (Endpoint.parse(each.address).secret for each in (server, other))
