@@ -68,13 +68,22 @@ def test_logits_over_slots_equal_the_plain_ones(config_class: Any, options: dict
     ("config_class", "options", "reason"),
     [
         (hf.MistralConfig, {"sliding_window": 128}, "sliding_window"),
+        (hf.PhimoeConfig, {"sliding_window": 128}, "sliding_window"),
         (hf.Gemma2Config, {}, "sliding_attention"),
         (hf.MambaConfig, {}, "linear_attention"),
         (hf.LlamaConfig, DYNAMIC, "dynamic positions"),
         (hf.BloomConfig, {"n_head": 4, "n_layer": 2}, "without transformers' attention interface"),
         (hf.StableLmConfig, {}, "pass no keywords on"),
     ],
-    ids=["sliding", "partly sliding", "recurrent", "dynamic", "no interface", "no keywords"],
+    ids=[
+        "sliding",
+        "sliding mask",
+        "partly sliding",
+        "recurrent",
+        "dynamic",
+        "no interface",
+        "no keywords",
+    ],
 )
 def test_a_model_with_unsupported_attention_is_refused(
     config_class: Any, options: dict[str, Any], reason: str
