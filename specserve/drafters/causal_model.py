@@ -55,7 +55,7 @@ class CausalModel:
         """
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, revision=revision or None
+                path, dtype=dtype, revision=revision or None, trust_remote_code=False
             )
             model = model.to(device).eval()
             embedding = model.get_input_embeddings().weight

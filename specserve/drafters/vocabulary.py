@@ -24,7 +24,9 @@ def fingerprint(path: str, revision: str = "") -> str:
         64 hexadecimal digits; empty, after a warning, if the tokenizer cannot be read.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision or None)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=revision or None, trust_remote_code=False
+        )
     except Exception as error:  # tokenizers raises no narrower one for a damaged file
         logger.warning(
             "The vocabulary of %s is unknown and so not checked: %s", path, reason_of(error)

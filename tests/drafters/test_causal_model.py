@@ -128,6 +128,18 @@ def test_a_quantization_without_its_package_is_refused_in_one_line(tmp_path: Pat
     assert "\n" not in str(caught.value)
 
 
+def test_code_of_a_checkpoint_is_not_run_and_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", questions.append)
+    own = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": own}))
+    with pytest.raises(ConfigError, match=r"checkpoint \(.* contains custom code"):
+        CausalModel.load(str(tmp_path), torch.float32, CPU)
+    assert not questions
+
+
 def test_an_invalid_config_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
     with pytest.raises(ConfigError, match=r"checkpoint \(.*'hidden_size' .*'wide'") as caught:

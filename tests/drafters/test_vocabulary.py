@@ -68,6 +68,17 @@ def test_a_damaged_tokenizer_leaves_the_vocabulary_unknown(folder: Path) -> None
     assert fingerprint(str(folder)) == ""
 
 
+def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", questions.append)
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    assert fingerprint(str(folder)) == ""
+    assert not questions
+
+
 def test_a_folder_without_a_tokenizer_has_no_fingerprint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
