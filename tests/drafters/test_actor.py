@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
 from specserve.core.errors import EngineError
+from specserve.drafters import actor as module
 from specserve.drafters.actor import (
     FIND_S,
     IDLE_S,
@@ -24,6 +26,7 @@ from specserve.drafters.actor import (
     _DrafterActor,
 )
 from specserve.drafters.options import FAILED_BACKOFF_S
+from specserve.trie.store_actor import NAMESPACE
 from tests.drafters.options import options_of
 
 OPTIONS = replace(options_of("m"), num_cpus=0.5, num_gpus=1.0, resources={"drafters": 1.0})
@@ -225,6 +228,37 @@ def test_a_drafter_ends_a_minute_after_the_last_hello(monkeypatch: pytest.Monkey
     assert killed == [("itself", True)]
     assert IDLE_S <= server.idle_s <= IDLE_S + 5.0
     assert server.now > server.HELLOS[-1]
+
+
+def test_a_drafter_ends_when_its_node_is_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[object] = []
+    monkeypatch.setattr(module, "await_drain", lambda: events.append("drained"))
+    monkeypatch.setattr(os, "_exit", events.append)
+    _DrafterActor.__new__(_DrafterActor)._leave_with_the_node()
+    assert events == ["drained", 1]
+
+
+def test_a_drafter_reserves_what_its_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def start(**options: Any) -> Any:
+        asked.append(options)
+        return SimpleNamespace(remote=lambda *_, is_shared: is_shared)
+
+    monkeypatch.setitem(module._ACTORS, "draft_model", SimpleNamespace(options=start))
+    assert SharedDrafters(OPTIONS, "replica")._start(2) is True
+    assert asked[0].pop("runtime_env")
+    assert asked == [
+        {
+            "name": OPTIONS.name(2),
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "get_if_exists": True,
+            "num_cpus": 0.5,
+            "num_gpus": 1.0,
+            "resources": {"drafters": 1.0},
+        }
+    ]
 
 
 def test_other_weights_give_another_name() -> None:

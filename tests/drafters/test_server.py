@@ -17,6 +17,7 @@ from specserve.drafters.schedule import FEED_TOKENS
 from specserve.drafters.server import (
     MAX_FAILURES,
     MAX_WAITING,
+    MAX_WAITING_BYTES,
     REPLICA_SILENT_S,
     DrafterServer,
 )
@@ -275,18 +276,27 @@ def test_tokens_and_states_that_do_not_fit_the_model_are_refused(
     assert server.counters.num_refused["unfit"] == 2
 
 
+@pytest.mark.parametrize(
+    ("max_bytes", "num_held"), [(MAX_WAITING_BYTES, MAX_WAITING), (5 << 10, 4)]
+)
 def test_a_client_that_floods_is_refused_and_the_others_are_served(
-    server: DrafterServer, connect: Connect, drafter: FakeDrafter
+    server: DrafterServer,
+    connect: Connect,
+    drafter: FakeDrafter,
+    monkeypatch: pytest.MonkeyPatch,
+    max_bytes: int,
+    num_held: int,
 ) -> None:
+    monkeypatch.setattr("specserve.drafters.server.MAX_WAITING_BYTES", max_bytes)
     wild, tame = connect(b"wild"), connect(b"tame")
     hold(drafter, wild)
-    for number in range(MAX_WAITING + 5):
+    for number in range(num_held + 5):
         wild.request(row(number, 10))
     tame.request(row(1, 10))
-    arrive(server, drafter, MAX_WAITING + 6)
+    arrive(server, drafter, num_held + 6)
     drafter.may_go.set()
     assert isinstance(tame.receive(), DraftAnswer)
-    replies = [wild.receive() for _ in range(MAX_WAITING + 6)]
+    replies = [wild.receive() for _ in range(num_held + 6)]
     assert sum(isinstance(reply, Refusal) for reply in replies) == 5
     assert server.counters.num_refused["crowded"] == 5
 

@@ -56,6 +56,21 @@ def test_a_failed_search_is_reported_and_repeated(watch: Watch) -> None:
         assert next(refused for _, refused in reports if "vocab_size" in refused)
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "vocab_size", "mismatch"),
+    [
+        ("another", VOCAB_SIZE, "tokenizer 'another' instead of 'own'"),
+        ("own", 1, ""),
+        ("", 1, f"vocab_size {VOCAB_SIZE} instead of 1"),
+    ],
+)
+def test_a_drafter_needs_the_targets_vocabulary(
+    tokenizer: str, vocab_size: int, mismatch: str
+) -> None:
+    wanted = Wanted(kind="draft_model", vocab_size=vocab_size, tokenizer="own", hidden_size=0)
+    assert wanted.mismatch(FakeDrafter(0, tokenizer).card) == mismatch
+
+
 def test_a_drafter_that_never_answers_is_reported(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
