@@ -2,8 +2,9 @@
 
 Tests that need the same deployment run one after the other in one process. Tests in ``served`` need
 the applications on one node, or replicas on two nodes. Tests in ``nodes`` need another deployment
-on two nodes, or two nodes with no deployment. All other tests start what they need, and run file by
-file in a free process.
+on two nodes, or two nodes with no deployment. The tests that compare with one engine without
+speculation also run in one process. All other tests start what they need, and run file by file in a
+free process.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ TURNS = [*SERVED, *ON_NODES]
 """Sets of fixtures that tests use, in an order in which each deployment is started once."""
 DEPLOYMENTS = set().union(*TURNS)
 FOLDERS = "served", "nodes"
+OF_ONE_ENGINE = "test_exactness.py", "test_in_engine.py", "test_sampling_is_unbiased.py"
+"""Files whose tests use the fixture ``none_engine``."""
 
 
 class ByDeployment(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives a process all tests in ``served`` or in ``nodes``, or all tests of another file."""
+    """Gives a process all tests in ``served``, in ``nodes``, of one engine, or of another file."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = Path(nodeid.partition("::")[0])  # parameters contain slashes
+        if path.name in OF_ONE_ENGINE:
+            return "one engine"
         return path.parent.name if path.parent.name in FOLDERS else path.name
 
 
@@ -46,6 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         wanted = FOLDERS[turn >= len(SERVED)]
         is_right = turn == len(TURNS) or item.path.parent.name == wanted
         assert is_right, f"{item.nodeid} belongs in {wanted}"
+        if "none_engine" in getattr(item, "fixturenames", ()):
+            assert item.path.name in OF_ONE_ENGINE
 
 
 def _turn(item: pytest.Item) -> int:
