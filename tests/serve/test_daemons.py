@@ -29,9 +29,12 @@ time.sleep(99)  # waits for no child, as `serve run`
 """
 
 
+Tree = dict[str, psutil.Process]
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[str, str], dict[str, psutil.Process]]]:
-    """Starts a tree by its root's command. Returns its processes once the worker watches."""
+def start(tmp_path: Path) -> Iterator[Callable[..., list[Tree]]]:
+    """Starts trees by their roots' commands. Returns their processes once the workers watch."""
     roots: list[subprocess.Popen[str]] = []
     every: list[psutil.Process] = []
     bash = shutil.which("bash")
@@ -39,40 +42,45 @@ def start(tmp_path: Path) -> Iterator[Callable[[str, str], dict[str, psutil.Proc
     for name in ("gcs_server", "raylet", AGENT):
         (tmp_path / name).symlink_to(bash)
 
-    def start(script: str, argument: str) -> dict[str, psutil.Process]:
-        (tmp_path / script).write_text(OWNER.format(folder=tmp_path))
-        root = subprocess.Popen(
-            [sys.executable, tmp_path / script, argument], stdout=subprocess.PIPE, text=True
-        )
-        roots.append(root)
+    def start(*commands: tuple[str, str]) -> list[Tree]:
+        for script, _ in commands:
+            (tmp_path / script).write_text(OWNER.format(folder=tmp_path))
+        for script, argument in commands:
+            command = [sys.executable, str(tmp_path / script), argument]
+            roots.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return [tree(root) for root in roots]
+
+    def tree(root: subprocess.Popen[str]) -> Tree:
         assert root.stdout
         assert root.stdout.readline() == "\n"
-        found = psutil.Process(root.pid)
-        every.extend(found.children(recursive=True))
-        return {"owner": found} | {each.name(): each for each in found.children(recursive=True)}
+        owner = psutil.Process(root.pid)
+        children = owner.children(recursive=True)
+        every.extend(children)
+        return {"owner": owner} | {each.name(): each for each in children}
 
     yield start
+    kill(every)
     for root in roots:
-        kill(every)
         root.kill()
         root.communicate()
 
 
-@pytest.mark.parametrize("first", ["raylet", "gcs_server", "owner"])
+def is_watched(tree: Tree) -> bool:
+    command = f"specserve.serve.daemons {tree['owner'].pid} "
+    every = psutil.process_iter(["cmdline"])
+    return any(command in " ".join(each.info["cmdline"] or ()) for each in every)
+
+
 def test_the_death_of_one_process_ends_serve_run_and_the_agents(
-    start: Callable[[str, str], dict[str, psutil.Process]], first: str
+    start: Callable[..., list[Tree]],
 ) -> None:
-    tree = start("serve", "run")
-    tree[first].kill()
-    eventually(lambda: not is_alive(tree["owner"]), "`serve run` has ended", 15)
-    eventually(lambda: not is_alive(tree[AGENT]), "the agent has ended", 15)
+    trees = start(*[("serve", "run")] * 3)
+    assert all(map(is_watched, trees))
+    for tree, first in zip(trees, ("raylet", "gcs_server", "owner"), strict=True):
+        tree[first].kill()
+    ended = [tree[name] for tree in trees for name in ("owner", AGENT)]
+    eventually(lambda: not any(map(is_alive, ended)), "`serve run` and the agents have ended", 15)
 
 
-@pytest.mark.parametrize("command", [("ray", "start"), ("serve", "deploy")])
-def test_other_owners_of_the_daemons_are_not_ended(
-    start: Callable[[str, str], dict[str, psutil.Process]], command: tuple[str, str]
-) -> None:
-    tree = start(*command)
-    tree["raylet"].kill()
-    with pytest.raises(psutil.TimeoutExpired):
-        tree["owner"].wait(3)
+def test_other_owners_of_the_daemons_are_not_watched(start: Callable[..., list[Tree]]) -> None:
+    assert not any(map(is_watched, start(("ray", "start"), ("serve", "deploy"))))
