@@ -4,8 +4,8 @@
 set -u
 
 packages=
-for tool in prometheus=prometheus chromium=chromium chromedriver=chromium-driver ip=iproute2 \
-    docker-compose=docker-compose; do
+for tool in prometheus=prometheus chromium=chromium ip=iproute2 docker-compose=docker-compose \
+    g++=g++; do
     command -v "${tool%=*}" > /dev/null || packages="$packages ${tool#*=}"
 done
 [ -n "$packages" ] || exit 0
