@@ -26,8 +26,7 @@ import yaml
 
 from tests.integration.cluster import MARK, READY_S, eventually, heed_interrupts, kill
 from tests.integration.hosts import TOKEN, ip
-from tests.k8s.manifests import ROOT
-from tests.k8s.test_image import STAGES
+from tests.k8s.manifests import ROOT, STAGES
 
 BUILD_S = 3000.0
 """Packages are downloaded, and unpacked on a possibly busy machine."""

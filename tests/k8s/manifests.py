@@ -1,8 +1,9 @@
-"""The overlays as kubectl renders them, and KubeRay's schema to check them."""
+"""The overlays as kubectl renders them, KubeRay's schema to check them, and the image's recipe."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from functools import cache
@@ -16,6 +17,12 @@ import yaml
 ROOT = Path(__file__).parents[2]
 OVERLAYS = sorted(path.name for path in (ROOT / "k8s/overlays").iterdir())
 SCHEMAS = Path(os.environ.get("SPECSERVE_KUBERAY_SCHEMAS", ROOT / "../shared/kuberay"))
+RECIPE = (ROOT / "deploy/Dockerfile").read_text()
+STAGES = {
+    match[2]: (match[1], match[3])
+    for match in re.finditer(r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM |\Z)", RECIPE, re.M | re.S)
+}
+"""Base and instructions of each stage, by name."""
 
 
 @cache

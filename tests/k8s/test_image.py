@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.k8s.manifests import ROOT
-
-RECIPE = (ROOT / "deploy/Dockerfile").read_text()
-STAGES = {
-    match[2]: (match[1], match[3])
-    for match in re.finditer(r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM |\Z)", RECIPE, re.M | re.S)
-}
-"""Base and instructions of each stage, by name."""
+from tests.k8s.manifests import RECIPE, ROOT, STAGES
 
 
 def test_there_is_a_target_for_each_tag_that_the_manifests_name() -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from specserve.compare.engine_process import EngineProcess
 from specserve.core.config import AppConfig, parse
-from specserve.engine.methods import parse_method
 from tests.integration.cluster import model_path
+from tests.integration.offline.engines import running_engine
 from tests.integration.stage import Stage
 
 
@@ -53,14 +52,6 @@ def none_engine(stage: Stage, nodes: Stage, config: AppConfig) -> Iterator[Engin
     stage.end()
     nodes.clear()
     with running_engine(config, "none") as engine:
-        yield engine
-
-
-@contextmanager
-def running_engine(config: AppConfig, method: str) -> Iterator[EngineProcess]:
-    """A ready engine for the length of a block."""
-    with EngineProcess(config, parse_method(method, config)) as engine:
-        engine.wait_ready()
         yield engine
 
 

@@ -13,7 +13,7 @@ from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.engine.cpu.compilation import missing_for_compilation
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from tests.integration.cluster import model_path
-from tests.integration.offline.conftest import running_engine
+from tests.integration.offline.engines import running_engine
 from tests.peers.schemas import SCHEMAS
 
 pytestmark = pytest.mark.timeout(900)

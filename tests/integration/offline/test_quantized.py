@@ -7,7 +7,7 @@ from specserve.compare.prompts import load_prompts, load_tokenizer
 from specserve.core.config import AppConfig
 from specserve.engine.generation import Job, Sampling
 from tests.integration.cluster import model_path
-from tests.integration.offline.conftest import running_engine
+from tests.integration.offline.engines import running_engine
 from tests.integration.stage import Stage
 
 pytestmark = pytest.mark.timeout(900)

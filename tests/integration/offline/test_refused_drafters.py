@@ -12,7 +12,7 @@ from specserve.core.errors import EngineError
 from specserve.core.source_config import DraftModelConfig
 from specserve.engine.offline import SOURCES_TIMEOUT_S
 from tests.integration.cluster import model_path
-from tests.integration.offline.conftest import running_engine
+from tests.integration.offline.engines import running_engine
 
 
 def refusal(config: AppConfig, model: Path) -> str:

@@ -23,7 +23,7 @@ from specserve.core.types import DraftBatch, RequestControls
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.sources.base import SourceContext
 from tests.draft_batches import propose
-from tests.integration.offline.conftest import running_engine
+from tests.integration.offline.engines import running_engine
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -15,7 +15,7 @@ from specserve.engine.checkpoint import model_identity
 from specserve.engine.generation import Job, Sampling
 from specserve.engine.weights import Division
 from tests.integration.cluster import model_path
-from tests.integration.offline.conftest import running_engine
+from tests.integration.offline.engines import running_engine
 from tests.integration.stage import Stage
 
 pytestmark = pytest.mark.timeout(900)
