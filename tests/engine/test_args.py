@@ -21,7 +21,13 @@ from specserve.core.errors import ConfigError
 from specserve.engine import args
 from specserve.engine.args import check_engine_options, serve_namespace, served_engine_args
 from specserve.engine.executor import InProcessExecutor, RayExecutor
-from specserve.engine.refused_options import DEFAULT_ONLY, ELSEWHERE, NOT_WITH_SOURCES
+from specserve.engine.refused_options import (
+    DEFAULT_ONLY,
+    ELSEWHERE,
+    NO_EFFECT,
+    NOT_WITH_KEYS,
+    NOT_WITH_SOURCES,
+)
 
 
 def config(vllm: dict[str, Any] | None = None, **sections: Any) -> AppConfig:
@@ -223,7 +229,7 @@ def test_an_option_with_its_only_allowed_value_is_accepted() -> None:
 def test_every_refused_option_exists_in_vllm() -> None:
     names = {field.name for field in (*fields(FrontendArgs), *fields(AsyncEngineArgs))}
     names |= set(vars(make_arg_parser(FlexibleArgumentParser()).parse_args([])))
-    assert names >= {*ELSEWHERE, *DEFAULT_ONLY, *NOT_WITH_SOURCES}
+    assert names >= {*ELSEWHERE, *DEFAULT_ONLY, *NO_EFFECT, *NOT_WITH_SOURCES, *NOT_WITH_KEYS}
 
 
 def test_engine_and_frontend_options_reach_vllm() -> None:

@@ -188,7 +188,7 @@ def test_a_grammar_that_cannot_be_compiled_or_followed_is_an_error(
     grammars: Grammars, tokenizer: Any
 ) -> None:
     wrong = compiled(grammars.open("a", asked(grammar="root ::= nothing")))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match='"nothing" is not defined'):
         wrong.forced(tokens(tokenizer, "a"))
     grammar = compiled(grammars.open("b", asked()))
     with pytest.raises(ValueError, match="the grammar refuses the answer's tokens"):

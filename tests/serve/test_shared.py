@@ -98,7 +98,7 @@ def test_an_error_is_kept_while_it_is_fresh() -> None:
         source.error = RuntimeError("the engine has died")
         shared = Shared(source, 5)
         for _ in range(3):
-            with pytest.raises(RuntimeError):
+            with pytest.raises(RuntimeError, match="the engine has died"):
                 await shared.get("a")
         assert source.num_fetches == 1
 

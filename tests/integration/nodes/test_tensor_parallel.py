@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import queue
+
 import psutil
 import pytest
 import torch
@@ -7,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.integration.api import Api
 from tests.integration.cluster import Deployment, eventually, model_path
-from tests.integration.running import running_stream
+from tests.integration.running import LONG, running_stream
 from tests.integration.stage import NUM_CPUS, Stage
 
 pytestmark = pytest.mark.timeout(900)
@@ -72,10 +74,10 @@ def test_a_running_request_finishes_before_its_replica_stops(
     two_shards: Deployment, nodes: Stage
 ) -> None:
     api = Api(two_shards.base_url())
-    with running_stream(
-        api, prompt="one two", max_tokens=300, ignore_eos=True, vllm_xargs={"speculation": "off"}
-    ) as outcome:
+    with running_stream(api, **LONG) as outcome:
         two_shards.delete("main")
+        with pytest.raises(queue.Empty):  # it is still running
+            outcome(0)
         assert outcome(120) is None, two_shards.tail()
     eventually(lambda: not two_shards.cluster.engine_processes(), "all engine processes gone", 60)
     nodes.clear()

@@ -105,6 +105,7 @@ def check(
     if num_cases >= MIN_CASES:
         assert all(each[200] > 0 for each in counts), report.table()
     num_good = sum(each[200] for each in counts)
+    assert num_good > 0, report.table()
     assert num_good >= sum(each.total() for each in counts) * share, report.table()
 
 

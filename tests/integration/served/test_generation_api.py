@@ -204,17 +204,17 @@ def test_a_stop_string_ends_the_text_and_is_part_of_it(api: Api) -> None:
 
 
 def test_the_best_of_two_has_the_higher_mean_log_probability(api: Api) -> None:
-    parameters = {"best_of": 2, "do_sample": True, "details": True, "max_new_tokens": 16}
-    details = generate(api, parameters=parameters)["details"]
-    (other,) = details["best_of_sequences"]
-
     def mean(sequence: dict[str, Any]) -> float:
         logprobs: list[float] = [token["logprob"] for token in sequence["tokens"]]
         return sum(logprobs) / len(logprobs)
 
-    assert mean(details) >= mean(other)
-    assert None not in (details["seed"], other["seed"])
-    assert details["seed"] != other["seed"]
+    parameters = {"best_of": 2, "do_sample": True, "details": True, "max_new_tokens": 16}
+    for _ in range(8):  # an unsorted pair is right half of the time
+        details = generate(api, parameters=parameters)["details"]
+        (other,) = details["best_of_sequences"]
+        assert mean(details) >= mean(other)
+        assert None not in (details["seed"], other["seed"])
+        assert details["seed"] != other["seed"]
 
 
 def test_truncate_keeps_the_last_prompt_tokens(api: Api, tokenizer: Any) -> None:
