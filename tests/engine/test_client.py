@@ -67,7 +67,7 @@ class Client(ServedLLM):
         return await anext(self.generate(rendered, params, "request"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client() -> Client:
     return Client()
 

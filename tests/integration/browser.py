@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -104,7 +105,10 @@ def browsing() -> Iterator[Page]:
         options += ["--no-first-run", "--disable-background-networking", "--disable-extensions"]
         options += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
         process = subprocess.Popen(
-            [CHROMIUM, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [CHROMIUM, *options],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "TMPDIR": profile, "XDG_CACHE_HOME": profile},
         )
         try:
             port_file = Path(profile, "DevToolsActivePort")

@@ -15,7 +15,9 @@ from tests.integration.stage import Stage
 
 pytestmark = pytest.mark.timeout(900)
 
-ARGS = yaml.safe_load(Path("configs/demo.yaml").read_text())["applications"][0]["args"]
+ROOT = Path(__file__).parents[2]
+ARGS = yaml.safe_load((ROOT / "configs/demo.yaml").read_text())["applications"][0]["args"]
+ARGS["model"]["path"] = str(ROOT / ARGS["model"]["path"])
 KINDS = {source["kind"] for source in ARGS["speculation"]}
 PROMPT = 'import json\n\n\ndef load(path):\n    """Read a JSON file."""\n'
 

@@ -64,7 +64,9 @@ def test_replicas_share_one_drafter_and_get_the_same_drafts(
 def test_a_stopped_drafter_costs_one_timeout_and_is_used_again(
     cluster: Cluster, hosts: list[DrafterHost]
 ) -> None:
-    host, process = hosts[0], drafter(cluster)
+    host = hosts[0]
+    await_answer(host, TEXT)
+    process = drafter(cluster)
     for _ in range(3):  # on a busy machine the drafter may be down when it is stopped
         before = await_answer(host, TEXT)
         draft, num_before = before["tokens"], before["timeouts"]
