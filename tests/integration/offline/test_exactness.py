@@ -114,7 +114,8 @@ def test_output_is_the_same_with_drafts_from_a_schema(
 def test_output_is_the_same_with_experts_and_drafter_processes(
     config: AppConfig, jobs: list[Job], monkeypatch: pytest.MonkeyPatch, is_latent: bool
 ) -> None:
-    assert is_latent or missing_for_compilation() == ""
+    if not is_latent and (missing := missing_for_compilation()):
+        pytest.skip(missing)
     monkeypatch.setenv("VLLM_MLA_DISABLE", f"{int(not is_latent)}")
     model = config.model.model_copy(update={"path": str(model_path("demo-base"))})
     draft_model = DraftModelConfig(
