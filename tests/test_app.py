@@ -53,6 +53,12 @@ def test_serve_takes_the_highest_limits() -> None:
     assert deployment._deployment_config.to_proto_bytes()
 
 
+def test_serve_waits_for_running_requests_as_long_as_configured() -> None:
+    sections = {"model": {"path": str(MODEL)}, "http": {"drain_timeout_s": 77}}
+    config = build(sections)._bound_deployment._deployment_config
+    assert config.graceful_shutdown_timeout_s == 77
+
+
 @pytest.mark.parametrize("file", ["Makefile", "deploy/Dockerfile", "deploy/node.env"])
 def test_serve_starts_each_replica_at_most_twice(file: str) -> None:
     content = (ROOT / file).read_text()

@@ -239,6 +239,15 @@ def test_engine_and_frontend_options_reach_vllm() -> None:
     assert namespace.max_log_len == 7
 
 
+def test_our_own_options_reach_vllm() -> None:
+    model = {"path": "m", "revision": "main", "tokenizer": "other"}
+    engine = {"gpu_memory_utilization": 0.5, "seed": 3}
+    namespace = vars(serve_namespace(parse({"model": model, "engine": engine})))
+    assert namespace["model"] == "m"
+    wanted = {"revision": "main", "tokenizer": "other", **engine}
+    assert {name: namespace[name] for name in wanted} == wanted
+
+
 def test_a_section_becomes_vllms_own_class() -> None:
     options = {"structured_outputs_config": {"backend": "xgrammar"}}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +13,10 @@ import ray
 from ray import serve
 from ray.serve._private.config import DeploymentConfig
 
+from specserve.core.config import parse
 from specserve.core.errors import EngineError
 from specserve.serve import server
+from specserve.serve.progress import Progress
 from specserve.trie import store_actor
 
 
@@ -29,6 +33,50 @@ def test_the_most_replicas_are_the_configured_or_the_scaled_ones(
     context = SimpleNamespace(_deployment_config=DeploymentConfig(**options))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     assert server._most_replicas() == most
+
+
+@pytest.mark.parametrize(
+    ("host", "prefix", "url"),
+    [
+        ("0.0.0.0", "/", "http://127.0.0.1:8000"),
+        ("10.0.0.7", "/team", "http://10.0.0.7:8000/team"),
+    ],
+)
+def test_a_ready_replica_prints_its_address_and_a_command(
+    host: str, prefix: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = SimpleNamespace(
+        http_config=SimpleNamespace(host=host, port=8000),
+        get_serve_details=lambda: {"applications": {"mine": {"route_prefix": prefix}}},
+    )
+    monkeypatch.setattr(server, "_get_global_client", lambda: client)
+    monkeypatch.setattr(serve, "get_replica_context", lambda: SimpleNamespace(app_name="mine"))
+    printed = io.StringIO()
+    monkeypatch.setattr(sys, "__stdout__", printed)
+    Progress("demo").ready(server._base_url())
+    ready, command = printed.getvalue().splitlines()
+    assert ready.endswith(f"] ready: OpenAI API at {url}/v1")
+    assert f"] try: curl {url}/v1/completions -H " in command
+    assert '"model": "demo"' in command
+
+
+@pytest.mark.parametrize(
+    ("options", "level"), [({}, "WARNING"), ({"enable_log_requests": True}, "INFO")]
+)
+def test_an_option_that_asks_for_log_lines_raises_vllms_log_level(
+    options: dict[str, Any], level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise EngineError("far enough")
+
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(server, "os", SimpleNamespace(environ=environment))
+    monkeypatch.setattr(server, "_most_replicas", stop)
+    config = parse({"model": {"path": "m"}, "engine": {"vllm": options}})
+    replica: Any = SimpleNamespace(_config=config)
+    with pytest.raises(EngineError, match="far enough"):
+        asyncio.run(server.ModelServer._start(replica))
+    assert environment["VLLM_LOGGING_LEVEL"] == level
 
 
 def test_a_replica_is_unhealthy_once_another_node_of_its_shards_is_drained(

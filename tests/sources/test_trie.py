@@ -108,6 +108,15 @@ def test_a_text_of_one_request_is_drafted_for_another_in_the_next_step() -> None
     assert ask(TEXT[40:60], names=["later"])[0].tokens == draft.tokens
 
 
+@pytest.mark.parametrize(("min_match_len", "num_found"), [(2, 2), (3, 1)])
+def test_a_draft_needs_a_match_of_the_configured_length(min_match_len: int, num_found: int) -> None:
+    ask = build(CONFIG.model_copy(update={"min_match_len": min_match_len}))
+    ask(TEXT[:100], names=["writes"])
+    other = TEXT[200:210]
+    drafts = ask(*(np.append(other, TEXT[60 - match : 60]) for match in (2, 3)))
+    assert sum(bool(draft.tokens) for draft in drafts) == num_found
+
+
 def test_a_growing_text_is_learned_whole() -> None:
     ask = build()
     for end in (50, 51, 53, 60, 90):
