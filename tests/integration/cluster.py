@@ -394,23 +394,41 @@ class Deployment:
             "print(status.status.name, status.message)",
         )
 
-    def delete(self, application: str) -> None:
-        """Deletes an application. Returns before its replicas have stopped."""
-        self._ask_serve(f"serve.delete({application!r}, _blocking=False)")
+    @contextmanager
+    def deleting(self, application: str) -> Iterator[Callable[[], None]]:
+        """A function that deletes an application at once, and does not wait for its replicas."""
+        delete = f"serve.delete({application!r}, _blocking=False)"
+        said = "print('done', flush=True)"
+        with self._asking_serve(said, "input()", delete, said) as process:
+            asked, done = process.stdin, process.stdout
+            assert asked
+            assert done
+            assert done.readline() == "done\n"  # connected, which takes seconds
+
+            def delete_now() -> None:
+                print(file=asked, flush=True)
+                assert done.readline() == "done\n"
+
+            yield delete_now
 
     def _ask_serve(self, *statements: str) -> str:
         """Runs statements in a process that is connected to the cluster. Returns their output."""
+        with self._asking_serve(*statements) as process:
+            output, _ = process.communicate()
+        assert process.returncode == 0
+        return output.strip()
+
+    def _asking_serve(self, *statements: str) -> subprocess.Popen[str]:
         connect = f"ray.init({self.cluster.address!r}, namespace='serve', log_to_driver=False)"
         lines = ("import ray; from ray import serve", connect, *statements)
-        done = subprocess.run(
+        return subprocess.Popen(
             [sys.executable, "-c", "\n".join(lines)],
             env=self.cluster.environment,
-            check=True,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        return done.stdout.strip()
 
     def interrupt(self) -> None:
         """Sends Ctrl-C: Serve shuts down gracefully."""

@@ -74,8 +74,9 @@ def test_a_running_request_finishes_before_its_replica_stops(
     two_shards: Deployment, nodes: Stage
 ) -> None:
     api = Api(two_shards.base_url())
-    with running_stream(api, **LONG) as outcome:
-        two_shards.delete("main")
+    body = LONG | {"max_tokens": 600}  # the replica has 30 s to finish
+    with two_shards.deleting("main") as delete, running_stream(api, **body) as outcome:
+        delete()
         with pytest.raises(queue.Empty):  # it is still running
             outcome(0)
         assert outcome(120) is None, two_shards.tail()
