@@ -71,7 +71,7 @@ def test_an_option_that_asks_for_log_lines_raises_vllms_log_level(
 
     environment: dict[str, str] = {}
     monkeypatch.setattr(server, "os", SimpleNamespace(environ=environment))
-    monkeypatch.setattr(server, "_most_replicas", stop)
+    monkeypatch.setattr(server, "check_vllm", stop)
     config = parse({"model": {"path": "m"}, "engine": {"vllm": options}})
     replica: Any = SimpleNamespace(_config=config)
     with pytest.raises(EngineError, match="far enough"):
