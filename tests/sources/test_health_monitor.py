@@ -138,6 +138,6 @@ def test_a_drafter_that_was_found_later_is_taken(
             return answer
 
         reports = watch(find)
-        ups = [up for up, _ in (next(reports) for _ in range(200)) if not answers]
+        ups = [up for up, _ in (next(reports) for _ in range(60)) if not answers]
         assert ups.count(True) > ups.count(False)  # a search in vain loses no drafter
         eventually(lambda: second.idle_s < 0.5 < first.idle_s, "hellos to the second alone", WAIT_S)
