@@ -213,6 +213,12 @@ def _update(line, features, seconds):  # type: ignore[no-untyped-def]
     covariance = line[_COVARIANCE : _COVARIANCE + 9].reshape(3, 3)
     predicted = variance = 0.0
     for i in range(3):
+        predicted += mean[i] * features[i]
+    if predicted > _TOO_SHORT * seconds:
+        # Nothing is that much shorter by chance. The first step and the first call are often long.
+        _scale(line, seconds / predicted)
+        predicted = seconds
+    for i in range(3):
         covariance[i, i] += line[_DRIFT + i]
         for j in range(3):
             covariance[i, j] += _COMMON_DRIFT**2 * mean[i] * mean[j]
@@ -220,7 +226,6 @@ def _update(line, features, seconds):  # type: ignore[no-untyped-def]
         gain[i] = 0.0
         for j in range(3):
             gain[i] += covariance[i, j] * features[j]
-        predicted += mean[i] * features[i]
         variance += features[i] * gain[i]
     scale = max(predicted, 0.1 * seconds)
     variance += (line[_NOISE] * scale) ** 2
@@ -261,10 +266,6 @@ def _observe_step(lines, num_requests, num_draft_tokens, seconds):  # type: igno
         _new_size(lines, size, num_requests, num_draft_tokens, seconds)
     _bound_drift(line)
     any_draft = 1.0 if num_draft_tokens else 0.0
-    predicted = line[_MEAN] + any_draft * line[_MEAN + 1] + num_draft_tokens * line[_MEAN + 2]
-    if predicted > _TOO_SHORT * seconds:
-        # No step is that much shorter by chance. First steps are long if they compile kernels.
-        _scale(line, seconds / predicted)
     _update(line, (1.0, any_draft, float(num_draft_tokens)), seconds)
     if not num_draft_tokens:
         line[_NUM_PLAIN] += 1.0

@@ -190,6 +190,13 @@ def test_the_time_of_calls_of_one_size_is_predicted(
     assert np.dot(cost.coefficients(0.01), (1, 1, 4)) == pytest.approx(0.001, rel=0.05)
 
 
+def test_a_long_first_call_is_forgotten_with_the_second_one() -> None:
+    cost = CallCost()
+    for seconds in (0.014, 0.004):
+        cost.observe(1, 2, seconds, 0.007)
+    assert np.dot(cost.coefficients(0.007), (1, 1, 2)) == pytest.approx(0.004, rel=0.05)
+
+
 @pytest.mark.parametrize("num_stalls", [3, 240])
 def test_costlier_drafts_are_noticed_after_many_stalls(num_stalls: int) -> None:
     rng, learned = random.Random(0), StepCost()
