@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from numba.core import types
 
 from specserve.core import compile as compiling
-from tests.tiers import LONG, tier
+from tests.tiers import ALONE, LONG, tier
 
 # On a busy machine an example may take any time.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not any("::" in argument for argument in config.args):  # else some parameters are left out
         names = {item.nodeid.removeprefix("tests/") for item in items}
         files = {name.partition("::")[0] for name in names}
-        rows = {row for row in LONG if "[" in row and row.partition("::")[0] in files}
+        rows = {row for row in (*LONG, *ALONE) if "[" in row and row.partition("::")[0] in files}
         assert rows <= names, f"tests/tiers.py names no test: {rows - names}"
 
 
