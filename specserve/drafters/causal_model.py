@@ -140,9 +140,10 @@ def _forward(model: Any, ids: Tensor, positions: Tensor, step: Step, wanted: Ten
 
 def _check_config(config: Any) -> None:
     """Refuses models whose results differ only in texts longer than the probe."""
-    if getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None):
+    layer_types = getattr(config, "layer_types", None) or ()
+    if getattr(config, "sliding_window", None) and not layer_types:
         raise UnsupportedAttention("sliding_window")
-    for kind in getattr(config, "layer_types", None) or ():
+    for kind in layer_types:
         if kind != "full_attention":
             raise UnsupportedAttention(f"layers of {kind}")
     rope = getattr(config, "rope_parameters", None) or {}

@@ -91,13 +91,14 @@ class ControlsMiddleware:
         del given, request  # frees them while the answer is computed
         call = object()
         tokens = CURRENT_CONTROLS.set(controls), CURRENT_PREDICTION.set(prediction)
-        CURRENT_CALL.set(call)
+        token = CURRENT_CALL.set(call)
         RESERVED[call] = 0
         try:
             await self._app(scope, _with_body(body, receive), send)
         finally:
             CURRENT_CONTROLS.reset(tokens[0])
             CURRENT_PREDICTION.reset(tokens[1])
+            CURRENT_CALL.reset(token)
             del RESERVED[call]
 
     async def _read(

@@ -33,8 +33,10 @@ _RENDER_S = 10.0
 """Time limit for rendering the metrics, in seconds."""
 _BUSY = (503, 429)
 _ADAPTER_PATHS = (
-    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-    *("/adapters", "/adapters/{adapter_name}"),
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/adapters",
+    "/adapters/{adapter_name}",
 )
 BODY_PAUSE_S = 30.0
 """Longest pause in seconds within a body. A call that is not read to its end takes one of the
@@ -161,8 +163,9 @@ def add_exception_handlers(
     Raises:
         EngineError: a configured middleware does not keep the next one as ``app``.
     """
+    layer = _innermost(app)
     for error, handler in handlers.items():
-        _innermost(app).add_exception_handler(error, handler)
+        layer.add_exception_handler(error, handler)
 
 
 def wrap_routes(app: FastAPI, wrap: Callable[[ASGIApp], ASGIApp]) -> None:
