@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
+from vllm import envs
 from vllm.config import ParallelConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
@@ -25,6 +26,7 @@ from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import DraftTokenIds
 
+from specserve.engine.scheduler import DraftScheduler
 from specserve.engine.temporary_files import (
     keep_rendezvous_with_sockets,
     keep_sockets_in_session,
@@ -53,9 +55,23 @@ class DraftsWithTokens(_Executor):
 
     This saves one call to the shards. vLLM asks for drafts in a separate call after each step, and
     the shards compute nothing meanwhile. vLLM's executor must be the next base class.
+
+    The drafts of new requests need such a call. The step with their prompts takes much longer.
     """
 
     _drafts: DraftTokenIds | None = _NOT_ATTACHED
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        DraftScheduler.draft_first_with(self._draft_first)
+
+    def _draft_first(self, requests: Sequence[Any], num_requests: int) -> list[list[int]]:
+        """Drafts for new requests in a step of ``num_requests``, from the hook in rank 0."""
+        args = "draft_first", requests, num_requests
+        timeout = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        of_rank_0: list[list[int]]
+        of_rank_0, *_ = self.collective_rpc("call_hook", timeout, args)
+        return of_rank_0
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """Returns the step's tokens and keeps the drafts that come with them."""

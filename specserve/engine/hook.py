@@ -160,6 +160,27 @@ class ProposerHook:
         self._last_step_end = time.perf_counter()
         return drafts
 
+    def draft_first(self, requests: Sequence[Any], num_requests: int) -> list[list[int]]:
+        """Drafts for new requests, which the step that computes the end of their prompts verifies.
+
+        Args:
+            requests: vLLM's ``NewRequestData``, with the tokens of their prompts.
+            num_requests: number of requests in that step.
+
+        Returns:
+            One draft for each request; any may be empty.
+        """
+        by_id = {each.req_id: each for each in requests}
+        present = [*self._runner.input_batch.req_ids, *by_id]
+        for request_id in self._slots.missing([*by_id]):
+            self._open(request_id, present, by_id[request_id])
+        num_tokens = np.array([len(each.prompt_token_ids) for each in requests], np.int32)
+        token_ids = np.zeros((len(requests), num_tokens.max()), np.int32)
+        for row, each in zip(token_ids, requests, strict=True):
+            row[: len(each.prompt_token_ids)] = each.prompt_token_ids
+        batch = DraftBatch(self._slots.of([*by_id]), token_ids, num_tokens, num_tokens.copy())
+        return self._chain.draft_first(batch, num_requests)
+
     def _reported(self, outcomes: Int32Array) -> dict[str, Outcome]:
         return {
             each: (self._chain.labels[label], num_drafted, num_accepted)
@@ -254,7 +275,7 @@ class ProposerHook:
     def _take_slots(self, request_ids: Sequence[str]) -> None:
         """Adopts the step's requests and opens those that have no slot."""
         for request_id in self._slots.missing(request_ids):
-            self._open(request_id, request_ids)
+            self._open(request_id, request_ids, self._runner.requests[request_id])
         self._request_ids, size = list(request_ids), len(request_ids)
         self._plain_schedule = dict.fromkeys(request_ids, 1)
         none = np.zeros(size, np.int32)
@@ -269,9 +290,15 @@ class ProposerHook:
         # Other types or layouts would make numba compile the kernels again during a step.
         assert all(each.dtype == np.int32 and each.flags.carray for each in self._texts[1:4])
 
-    def _open(self, request_id: str, present: Sequence[str]) -> None:
-        """Opens a request at its first step, or at the first one after it lost its slot."""
-        params = self._runner.requests[request_id].sampling_params
+    def _open(self, request_id: str, present: Sequence[str], request: Any) -> None:
+        """Opens a request before or after its first step, or when it comes back without a slot.
+
+        Args:
+            request_id: vLLM's request id.
+            present: ids of the requests that must keep their slots.
+            request: the new request's data, or the model runner's state of it.
+        """
+        params = request.sampling_params
         most, least = params.max_tokens or NO_LIMIT, params.min_tokens
         stops = [*(params.stop_token_ids or ())]
         if params.structured_outputs:
@@ -281,7 +308,7 @@ class ProposerHook:
             stops = [*others, *stops]
         elif params.eos_token_id is not None:  # None with `ignore_eos`
             stops.insert(0, params.eos_token_id)
-        controls = self._read_controls(request_id)
+        controls = self._read_controls(request_id, request)
         self._chain.open(self._free_slot(request_id, present), controls, most, least, stops)
         self._recent.began(request_id, controls)
         if controls.report or self._reports_all:
@@ -331,8 +358,7 @@ class ProposerHook:
             partial(copy_states, hidden, num_tokens), num_tokens, starts.astype(np.int32)
         )
 
-    def _read_controls(self, request_id: str) -> RequestControls:
-        request = self._runner.requests[request_id]
+    def _read_controls(self, request_id: str, request: Any) -> RequestControls:
         params, lora = request.sampling_params, request.lora_request
         controls = self._controls_of(params.extra_args or {})
         if is_kept_without_drafts_only(params):

@@ -101,9 +101,13 @@ def _sample_plainly_without_drafts(runner: Any) -> None:
     runner._prepare_inputs = _prepare_inputs
 
 
-def may_step_plainly(runner: Any) -> bool:
-    """False for models with recurrent layers, which find their state by speculation's metadata."""
-    model = runner.model_config
+def may_step_plainly(holder: Any) -> bool:
+    """False for models with recurrent layers, which find their state by speculation's metadata.
+
+    Args:
+        holder: vLLM's model runner or configuration.
+    """
+    model = holder.model_config
     return not (model.has_inner_state or model.is_hybrid)
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from specserve.engine.memory_estimate import MAX_STEP_DRAFT_TOKENS
 from specserve.engine.report import Outcome, Reports
+from specserve.engine.sampling import may_step_plainly
 from specserve.sources.controls import wants_report
+
+FirstDrafts = Callable[[Sequence[Any], int], list[list[int]]]
 
 
 class DraftScheduler(Scheduler):
     """Schedules only real draft tokens for verification, and no more than a step has room for.
+
+    A step that ends a new request's prompt also verifies its first draft.
 
     vLLM adds ``num_spec_tokens`` placeholders as draft to a new request with one token to compute,
     such as a prompt whose other tokens are cached. This gives all requests the length that its CUDA
@@ -22,16 +27,60 @@ class DraftScheduler(Scheduler):
     also ignore ``logit_bias`` and ``min_p``.
     """
 
+    _draft_first: ClassVar[FirstDrafts | None] = None
+
+    @classmethod
+    def draft_first_with(cls, draft_first: FirstDrafts | None) -> None:
+        """Sets the function that drafts for new requests, in this process.
+
+        Args:
+            draft_first: returns a draft for each ``NewRequestData``, in a step of so many requests.
+                None: new requests get no draft.
+        """
+        cls._draft_first = draft_first
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # vLLM adds no placeholders when it has a table of draft lengths by batch size.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._reports = Reports.of(self.vllm_config)
+        # Recurrent layers: vLLM takes a request with drafts for one whose prompt has been read.
+        self._may_draft_first = may_step_plainly(self.vllm_config) and self.connector is None
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """vLLM's method. Drafts may not displace other requests from the step."""
         self._cut_drafts()
-        return super().schedule(*args, **options)
+        output = super().schedule(*args, **options)
+        draft_first = type(self)._draft_first
+        if draft_first and self._may_draft_first and output.scheduled_new_reqs:
+            self._add_first_drafts(output, draft_first)
+        return output
+
+    def _add_first_drafts(self, output: Any, draft_first: FirstDrafts) -> None:
+        """Adds drafts for new requests whose prompt ends in the step, as far as there is room."""
+        if any(map(_has_logprobs, self.running)):
+            return
+        added = [(each, self.requests[each.req_id]) for each in output.scheduled_new_reqs]
+        added = [(each, request) for each, request in added if _may_draft_first(request)]
+        verified = output.scheduled_spec_decode_tokens
+        left = min(
+            self.max_num_scheduled_tokens - output.total_num_scheduled_tokens,
+            MAX_STEP_DRAFT_TOKENS - sum(map(len, verified.values())),
+        )
+        if not added or left <= 0:
+            return
+        drafts = draft_first([each for each, _ in added], len(output.num_scheduled_tokens))
+        for (new, request), draft in zip(added, drafts, strict=True):
+            size = min(len(draft), left)
+            if size <= 0 or self.kv_cache_manager.allocate_slots(request, size) is None:
+                continue
+            left -= size
+            verified[new.req_id] = draft[:size]
+            new.block_ids = self.kv_cache_manager.get_block_ids(new.req_id)
+            output.num_scheduled_tokens[new.req_id] += size
+            output.total_num_scheduled_tokens += size
+            request.num_computed_tokens += size
+            request.num_in_flight_tokens += size
 
     def _cut_drafts(self) -> None:
         """Shortens the drafts if the step's tokens or its memory would not suffice for all.
@@ -108,3 +157,15 @@ class DraftScheduler(Scheduler):
 
 def _has_logprobs(request: Any) -> bool:
     return request.sampling_params.num_logprobs is not None
+
+
+def _may_draft_first(request: Any) -> bool:
+    """Whether a request's prompt ends in its first step and is nothing but tokens.
+
+    Requests with a grammar are left out, because it would have to check the draft first.
+    """
+    is_text = request.prompt_token_ids is not None and request.prompt_embeds is None
+    has_more = request.has_encoder_inputs or request.use_structured_output
+    reports_prompt = request.sampling_params.prompt_logprobs is not None
+    ends = not (request.is_prefill_chunk or request.num_output_tokens)
+    return is_text and ends and not (has_more or reports_prompt)

@@ -3,6 +3,7 @@
 The engine's hook calls, in this order::
 
     chain.open(slot, controls)                       when a request begins
+    drafts = chain.draft_first(batch, n)             before the step that ends its prompt
     outcomes = chain.observe(batch, new, verified)   after each step
     chain.cost.observe(n, draft_tokens, seconds)     if the step only decoded the same requests
     drafts = chain.step(batch)                       drafts of the sources that are due
@@ -121,12 +122,12 @@ class Chain:
         self._find_usable()
         batch, outcomes = DraftBatch.empty(), np.zeros((3, 0), np.int32)
         none, _, rows, _ = batch[:4]
-        state, known, plan = self._acceptance.state, self._plan_inputs(none), self._plan
+        state, known, plan = self._acceptance.state, self._plan_inputs(none, 0), self._plan
         self._learn = direct(
             observe, state, self._work, self._counts, max_len, batch[:4], rows, rows, outcomes
         )
         self._plan_step = direct(plan_step, *known, state, self._work, plan)
-        self._decide = direct(decide, *known, False, state, self._work, plan)
+        self._decide = direct(decide, *known, False, True, state, self._work, plan)
         self._is_calibrated = direct(is_calibrated, self.cost.lines, 1)
         self._predict_unseen = direct(unseen_survival, state, 0, none, self._unseen)
 
@@ -221,17 +222,49 @@ class Chain:
         Returns:
             n drafts, none longer than its request can use now, often empty.
         """
-        began, slots = self._clock(), batch.slots
-        size = len(slots)
         self._step += num_steps
         self._num_unearned_steps += num_steps
-        due = [each for each in self._usable if each.guard.ready and each.is_due(self._step, slots)]
+        return self._chosen(batch, len(batch.slots), self._usable, may_explore=True)
+
+    def draft_first(self, batch: DraftBatch, num_requests: int) -> list[list[int]]:
+        """Asks the local sources for the first drafts of new requests.
+
+        The step that computes the end of the prompts verifies them. Call :meth:`observe` after it.
+
+        Args:
+            batch: n new requests, whose texts are their prompts.
+            num_requests: number of requests in that step, at least n.
+
+        Returns:
+            As :meth:`step`.
+        """
+        one = np.ones(len(batch.slots), np.int32)
+        self.observe(batch, one, np.zeros_like(one))  # as if the prompt's last token were new
+        local = [each for each in self._usable if not isinstance(each, RemoteAskPolicy)]
+        return self._chosen(batch, num_requests, local, may_explore=False)
+
+    def _chosen(
+        self,
+        batch: DraftBatch,
+        num_requests: int,
+        sources: Sequence[AskPolicy],
+        *,
+        may_explore: bool,
+    ) -> list[list[int]]:
+        """The drafts of those sources that are due, in a step of ``num_requests`` requests."""
+        began, slots = self._clock(), batch.slots
+        size = len(slots)
+        due = [each for each in sources if each.guard.ready and each.is_due(self._step, slots)]
         if not (due and size):
             return [[] for _ in range(size)]
         asked = [each for each in due if self._ask(each, batch)]
-        is_impatient = self._unmeasured_steps >= _PATIENCE_STEPS
         costs, planned, num_sent, self._num_offered, is_measured = self._decide(
-            *self._plan_inputs(slots), is_impatient, self._acceptance.state, self._work, self._plan
+            *self._plan_inputs(slots, num_requests),
+            self._unmeasured_steps >= _PATIENCE_STEPS,
+            may_explore,
+            self._acceptance.state,
+            self._work,
+            self._plan,
         )
         self._unmeasured_steps = 0 if is_measured else self._unmeasured_steps + 1
         drafts = self._drafts(size, num_sent)
@@ -275,7 +308,7 @@ class Chain:
         if is_too_early or not ask.is_considered(self._step):
             return np.zeros_like(limits)
         costs, (num_tokens, rate, _) = self._plan_step(
-            *self._plan_inputs(slots), self._acceptance.state, self._work, self._plan
+            *self._plan_inputs(slots, size), self._acceptance.state, self._work, self._plan
         )
         self._predict_unseen(self._acceptance.state, ask.place, slots, self._unseen)
         return ask.limits(
@@ -290,10 +323,10 @@ class Chain:
             is_drafting=num_tokens > 0,
         )
 
-    def _plan_inputs(self, slots: Int64Array) -> tuple[object, ...]:
+    def _plan_inputs(self, slots: Int64Array, num_requests: int) -> tuple[object, ...]:
         """First arguments of ``plan_step`` and ``decide``; each step is passed on only once."""
         num_steps, self._num_unearned_steps = self._num_unearned_steps, 0
-        return self.cost.lines, slots, num_steps
+        return self.cost.lines, slots, num_requests, num_steps
 
     def _drafts(self, size: int, num_tokens: int) -> list[list[int]]:
         """The sent drafts as lists of tokens, one for each request."""

@@ -61,15 +61,16 @@ class Plan(NamedTuple):
 
 
 @inner
-def plan(survival, lengths, n, costs, rank, fixed, found):  # type: ignore[no-untyped-def]
+def plan(survival, lengths, n, num_requests, costs, rank, fixed, found):  # type: ignore[no-untyped-def]
     """Chooses the sources and draft lengths with the highest rate of output tokens.
 
     Args:
         survival: float64 ``[S, >= n, k]``, probability that a draft token and all before it in the
             draft are accepted; it falls along a draft.
         lengths: int32 ``[S, >= n]``, tokens of each draft.
-        n: number of requests.
-        costs: of a step of n requests.
+        n: number of requests to plan for.
+        num_requests: number of requests in the step. Those beyond n get no draft.
+        costs: of a step of ``num_requests`` requests.
         rank: int64 ``[S]``, the sources in the order of credits. Of drafts with equal value, the
             first source's is taken.
         fixed: bool ``[S]``, sources whose drafts are never cut. A request that has such a draft
@@ -82,7 +83,7 @@ def plan(survival, lengths, n, costs, rank, fixed, found):  # type: ignore[no-un
     """
     plain, base, slope = costs
     source, chosen, values, credits = found
-    plain_rate = rate = n / plain
+    plain_rate = rate = num_requests / plain
     num_tokens, expected = 0, 0.0
     credits[:] = 0.0
     for _ in range(_ROUNDS):
@@ -90,18 +91,27 @@ def plan(survival, lengths, n, costs, rank, fixed, found):  # type: ignore[no-un
             survival, lengths, n, rank, fixed, rate * slope, False, source, chosen, values
         )
         before = rate
-        rate = (n + expected) / (base + slope * num_tokens) if num_tokens else plain_rate
+        rate = _rate(num_requests, num_tokens, expected, costs)
         if abs(rate - before) <= 1e-6 * before:
             break
     if num_tokens and rate < (1.0 + MIN_GAIN) * plain_rate:
         num_tokens, expected = _choose(
             survival, lengths, n, rank, fixed, rate * slope, True, source, chosen, values
         )
-        rate = (n + expected) / (base + slope * num_tokens) if num_tokens else plain_rate
+        rate = _rate(num_requests, num_tokens, expected, costs)
     if num_tokens:
         _credit(survival, lengths, n, rank, rate * slope, rate * (base - plain), values, credits)
     gain = rate / plain_rate - 1.0 if num_tokens else 0.0
     return num_tokens, rate, gain
+
+
+@inner
+def _rate(num_requests, num_tokens, expected, costs):  # type: ignore[no-untyped-def]
+    """Expected output tokens per second of a step with so many draft tokens."""
+    plain, base, slope = costs
+    if num_tokens == 0:
+        return num_requests / plain
+    return (num_requests + expected) / (base + slope * num_tokens)
 
 
 @inner

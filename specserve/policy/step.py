@@ -102,12 +102,13 @@ def observe(a, work, num_drafts, max_len, batch, num_new, num_verified, outcomes
 
 
 @kernel
-def plan_step(lines, slots, num_steps, a, work, found):  # type: ignore[no-untyped-def]
+def plan_step(lines, slots, num_requests, num_steps, a, work, found):  # type: ignore[no-untyped-def]
     """Plans the step with the drafts offered so far, and updates the exploration budget.
 
     Args:
         lines: of :class:`specserve.policy.cost.StepCost`.
         slots: int64 ``[n]``.
+        num_requests: number of requests in the step, see :func:`specserve.policy.planner.plan`.
         num_steps: steps since the last call; a share of their time is added to the budget.
         a: the acceptance state.
         work: the workspace.
@@ -117,34 +118,37 @@ def plan_step(lines, slots, num_steps, a, work, found):  # type: ignore[no-untyp
         (costs of the step; the result of :func:`specserve.policy.planner.plan`).
     """
     n = slots.shape[0]
-    costs = costs_of(lines, n)
+    costs = costs_of(lines, num_requests)
     earn(work.credit_s, costs[0], num_steps)
     survival_of(a, slots, work.limits, work.survival, work.lengths)
     _sort(work.surplus_s, work.rank)
-    planned = plan(work.survival, work.lengths, n, costs, work.rank, work.fixed, found)
+    planned = plan(
+        work.survival, work.lengths, n, num_requests, costs, work.rank, work.fixed, found
+    )
     return costs, planned
 
 
 @kernel
-def decide(lines, slots, num_steps, is_impatient, a, work, found):  # type: ignore[no-untyped-def]
+def decide(lines, slots, num_requests, num_steps, is_impatient, may_explore, a, work, found):  # type: ignore[no-untyped-def]
     """Chooses the step's drafts: those of the plan, none during calibration, or an exploration.
 
     Args:
-        is_impatient: whether drafts are sent although calibration is not complete. The other
-            arguments are those of :func:`plan_step`.
+        is_impatient: whether drafts are sent although calibration is not complete.
+        may_explore: whether the step's time will be measured. The other arguments are those of
+            :func:`plan_step`.
 
     Returns:
         (costs of the step; the plan's result; number of draft tokens that are sent; number of
         offered drafts; whether plain steps of about this batch size were measured).
     """
     n = slots.shape[0]
-    costs, planned = plan_step(lines, slots, num_steps, a, work, found)
-    is_known = is_calibrated(lines, n)
+    costs, planned = plan_step(lines, slots, num_requests, num_steps, a, work, found)
+    is_known = is_calibrated(lines, num_requests)
     if not (is_known or is_impatient):
         for row in range(n):
             if found.source[row] < 0 or not work.fixed[found.source[row]]:
                 found.source[row], found.lengths[row] = -1, 0
-    elif not work.fixed.any():
+    elif may_explore and not work.fixed.any():
         _explore(work, lines, n, costs, planned, found)
     num_sent = _send(a, work, slots, found)
     num_offered = 0

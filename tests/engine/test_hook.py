@@ -126,6 +126,20 @@ def test_a_repeating_text_gets_a_draft_and_its_acceptance_is_counted(hook: Propo
     assert acceptance.accepted_at_position == (1, 1, 0, 0)
 
 
+def test_a_new_request_gets_a_draft_before_its_first_step(hook: ProposerHook) -> None:
+    hook.attach(Runner())
+    request = _request()
+    request.req_id, request.prompt_token_ids = "a", REPEATING
+    assert hook.draft_first([request], 1) == [[1, 2, 3, 4]]
+
+    runner = hook._runner = Runner(a=[*REPEATING, 1, 2, 3])
+    runner.input_batch.num_prompt_tokens[0] = len(REPEATING)
+    assert _step(hook, runner, [[1, 2, 3]], a=[1, 2, 3, 4]) == [[4, 1, 2, 3]]
+    (acceptance,) = _snapshot(hook).acceptance
+    assert acceptance.num_draft_tokens == 4
+    assert acceptance.accepted_at_position == (1, 1, 0, 0)
+
+
 def _recent(hook: ProposerHook) -> tuple[RecentRequest[Tokens], ...]:
     return msgspec.json.decode(hook.recent_requests(""), type=tuple[RecentRequest[Tokens], ...])
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from specserve.core.config import parse
@@ -160,3 +162,89 @@ def test_no_draft_is_sent_where_a_step_has_too_few_tokens_anyway(
     step(scheduler)
     step(scheduler, a=16, b=16, c=16)
     assert step(scheduler) == {"a": 1, "b": 1, "c": 1}
+
+
+@pytest.fixture
+def first_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int]]:
+    """Lets every new request have a draft of five tokens; records who asked, and with how many."""
+    asked: list[tuple[list[str], int]] = []
+
+    def draft_first(requests: Sequence[NewRequestData], num_requests: int) -> list[list[int]]:
+        asked.append(([each.req_id for each in requests], num_requests))
+        return [[7] * 5 for _ in requests]
+
+    monkeypatch.setattr(DraftScheduler, "_draft_first", draft_first)
+    return asked
+
+
+def test_a_step_that_ends_a_prompt_verifies_a_first_draft(
+    scheduler: DraftScheduler, first_drafts: list[tuple[list[str], int]]
+) -> None:
+    add(scheduler, "a", prompt_len=BLOCK)
+    scheduled = scheduler.schedule()
+    (new,) = scheduled.scheduled_new_reqs
+    assert scheduled.scheduled_spec_decode_tokens == {"a": [7] * 5}
+    assert scheduled.num_scheduled_tokens == {"a": BLOCK + 5}
+    assert scheduled.total_num_scheduled_tokens == BLOCK + 5
+    assert len(new.block_ids[0]) == 2
+    accepted: Any = ModelRunnerOutput(["a"], {"a": 0}, sampled_token_ids=[[7, 7, 9]])
+    scheduler.update_from_output(scheduled, accepted)
+    request = scheduler.requests["a"]
+    assert (request.num_computed_tokens, request.num_in_flight_tokens) == (BLOCK + 2, 0)
+    assert list(request.output_token_ids) == [7, 7, 9]
+    assert step(scheduler) == {"a": 1}
+    assert first_drafts == [(["a"], 1)]
+
+
+def test_first_drafts_take_the_tokens_that_a_step_has_left(
+    scheduler: DraftScheduler, first_drafts: list[tuple[list[str], int]]
+) -> None:
+    add(scheduler, "a", prompt_len=20)
+    add(scheduler, "b", prompt_len=5)
+    add(scheduler, "c", prompt_len=40)
+    assert step(scheduler) == {"a": 20, "b": 5, "c": 7}
+    for name in "de":
+        add(scheduler, name, prompt_len=1)
+    assert step(scheduler) == {"a": 1, "b": 1, "c": 30}
+    assert step(scheduler) == {"a": 1, "b": 1, "c": 3, "d": 6, "e": 6}
+    assert first_drafts == [(["d", "e"], 5)]
+
+
+@pytest.mark.usefixtures("memory_for_12_draft_tokens")
+def test_first_drafts_take_the_memory_that_other_drafts_leave(
+    scheduler: DraftScheduler, first_drafts: list[tuple[list[str], int]]
+) -> None:
+    add(scheduler, "a")
+    step(scheduler, a=9)
+    add(scheduler, "b")
+    assert step(scheduler) == {"a": 10, "b": 5}
+    assert len(first_drafts) == 2
+
+
+def test_a_first_draft_without_room_in_the_cache_is_dropped(
+    scheduler: DraftScheduler, first_drafts: list[tuple[list[str], int]]
+) -> None:
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks() - 1)
+    add(scheduler, "a", prompt_len=BLOCK - 2)
+    assert step(scheduler) == {"a": BLOCK - 2}
+    assert len(first_drafts) == 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logprobs": 1},
+        {"prompt_logprobs": 1},
+        {"structured_outputs": StructuredOutputsParams(regex="a")},
+    ],
+)
+def test_requests_that_a_first_draft_does_not_suit_get_none(
+    scheduler: DraftScheduler,
+    first_drafts: list[tuple[list[str], int]],
+    params: dict[str, Any],
+) -> None:
+    add(scheduler, "a", **params)
+    scheduler.requests["a"].status = RequestStatus.WAITING  # as if its grammar were compiled
+    assert scheduler.schedule().num_scheduled_tokens == {"a": 2}
+    assert first_drafts == []

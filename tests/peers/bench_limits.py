@@ -75,13 +75,16 @@ class KnownAnswers:
         for answer in sorted(answers, key=lambda each: each[: len(written)] != written):
             # The target samples one more token after the draft, which must fit, too.
             room = min(len(answer) - len(written) - 1, self._max_draft_len)
-            if written and room > 0 and (end := _end_in(answer, written)):
+            end = _end_in(answer, written)
+            if room > 0 and (end or not written):
                 return answer[end : end + room]
         return []
 
 
 def _end_in(answer: list[int], written: list[int]) -> int:
     """Where the last written tokens end in an answer, nearest to the same place; 0: nowhere."""
+    if not written:
+        return 0
     tail = written[-MATCHED_TOKENS:]
     for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
         end = len(written) + shift
@@ -100,6 +103,7 @@ class SwitchedEngine:
     def __init__(self, config: AppConfig) -> None:
         from specserve.engine.methods import parse_method
         from specserve.engine.offline import OfflineEngine
+        from specserve.engine.scheduler import DraftScheduler
 
         local = [each for each in config.speculation if not isinstance(each, DrafterConfig)]
         method = parse_method("+".join(each.kind for each in local), config)
@@ -124,6 +128,7 @@ class SwitchedEngine:
         self._name = "ours"
         self._steps: list[tuple[float, bool]] = []  # end, and whether it had prompt tokens
         self._runner.propose_draft_token_ids = self._propose
+        DraftScheduler.draft_first_with(self._propose_first)
 
     def run(
         self, name: str, warm_up: Sequence[Job], jobs: Sequence[Job], num_clients: int
@@ -159,6 +164,14 @@ class SwitchedEngine:
         has_prompt = scheduler_output.total_num_scheduled_tokens > num_decoded
         self._steps.append((time.perf_counter(), has_prompt))
         return drafts
+
+    def _propose_first(self, requests: Sequence[Any], num_requests: int) -> Drafts:
+        if self._name == "ours":
+            return self._hook.draft_first(requests, num_requests)
+        if self._name == "known":
+            texts = [each.prompt_token_ids for each in requests]
+            return [self._known.draft(each, len(each)) for each in texts]
+        return [[] for _ in requests]
 
     def _from_ngram(self, sampled: Drafts) -> Drafts:
         batch = self._runner.input_batch

@@ -49,13 +49,16 @@ class SpeculationSwitch:
     """
 
     def __init__(self, worker: Any) -> None:
+        from specserve.engine.scheduler import DraftScheduler
         from specserve.engine.worker import SpeculationMixin
 
+        self._use, self._draft_first = DraftScheduler.draft_first_with, DraftScheduler._draft_first
         self._worker, self._vllms = worker, super(SpeculationMixin, worker)
         self._config = worker.model_runner.speculative_config
 
     def __call__(self, *, is_on: bool) -> None:
         """Switches from the next step on. No request may be running."""
+        self._use(self._draft_first if is_on else None)
         self._worker.model_runner.speculative_config = self._config if is_on else None
         for name in ("execute_model", "sample_tokens"):
             if is_on:

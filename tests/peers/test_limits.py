@@ -14,13 +14,13 @@ def drafts(written: list[int], max_draft_len: int = 4) -> list[int]:
 
 
 def test_the_next_tokens_are_drafted_and_room_is_left_for_the_sampled_one() -> None:
+    assert drafts([]) == [10, 11, 12, 13]
     assert drafts([10]) == [11, 12, 13, 14]
     assert drafts([10, 11, 12], 16) == [13, 14, 15, 16]
     assert drafts(ANSWER[:7]) == []
 
 
 def test_nothing_is_drafted_for_an_unknown_prompt_or_text() -> None:
-    assert drafts([]) == []
     assert drafts([10, 11, 99]) == []
     assert KnownAnswers(4).draft([*PROMPT, 10], len(PROMPT)) == []
 

@@ -409,6 +409,27 @@ def test_a_remote_source_is_asked_last_and_only_for_requests_that_gain() -> None
     assert remote.limits[-1][0] == 0 < remote.limits[-1][1]
 
 
+def test_a_new_request_gets_its_first_draft_from_a_local_source() -> None:
+    remote = RemoteAnswers(lambda batch, limits: drafts([(6, 7, 8)] * len(limits)))
+    engine = Engine(dynamic("mtp", remote), dynamic("ngram", always(1, 2, confidence=0.99)))
+    engine.measure()
+    engine.sent = engine.chain.draft_first(batch(1), 1)
+    assert engine.sent == [[1, 2]]
+    assert remote.limits == []
+    engine.step([1, 2, 9])
+    assert engine.outcomes.tolist() == [[0], [2], [2]]
+
+
+def test_the_cost_of_a_first_draft_is_that_of_its_whole_step() -> None:
+    engine = Engine(dynamic("ngram", always(1, 2, 3, 4)))
+    engine.measure()
+    for _ in range(10):
+        engine.chain.cost.observe(8, 0, 0.01)
+        engine.chain.cost.observe(8, 4, 0.05)
+    assert engine.chain.draft_first(batch(1), 1) == [[1, 2, 3, 4]]
+    assert engine.chain.draft_first(batch(1), 8) == [[]]
+
+
 def test_a_remote_source_that_costs_more_than_it_saves_is_only_probed() -> None:
     remote = RemoteAnswers(lambda batch, limits: drafts([(6,)] * len(limits)))
     engine = Engine(dynamic("mtp", remote))

@@ -42,7 +42,7 @@ def arrays(offers: Offers, longest: int = 4) -> tuple[Float64Array, Int32Array]:
 
 @kernel
 def kernel_of_plan(survival, lengths, n, costs, rank, fixed, found):  # type: ignore[no-untyped-def]
-    return plan(survival, lengths, n, costs, rank, fixed, found)
+    return plan(survival, lengths, n, n, costs, rank, fixed, found)
 
 
 @kernel

@@ -91,6 +91,21 @@ def test_output_is_the_same_with_nearly_right_predictions(
         assert accepting(got) == {"prediction"}
 
 
+def test_a_predicted_answer_can_end_in_the_step_that_reads_its_prompt(
+    none_engine: EngineProcess, prediction_grammar_engine: EngineProcess, jobs: list[Job]
+) -> None:
+    short = [replace(job, sampling=replace(job.sampling, max_tokens=8)) for job in jobs]
+    expected = none_engine.run(short, 8)
+    predicted = [
+        replace(job, sampling=replace(job.sampling, prediction=completion.token_ids))
+        for job, completion in zip(short, expected.completions, strict=True)
+    ]
+    got = prediction_grammar_engine.run(predicted, 1)
+    assert_same(got, expected)
+    assert [each.num_accepted_tokens for each in got.completions] == [7] * len(jobs)
+    assert [each.num_drafts for each in got.drafts] == [len(jobs)]
+
+
 def test_output_is_the_same_with_drafts_from_a_schema(
     config: AppConfig, none_engine: EngineProcess, prediction_grammar_engine: EngineProcess
 ) -> None:
