@@ -74,7 +74,7 @@ def test_a_running_request_finishes_before_its_replica_stops(
     two_shards: Deployment, nodes: Stage
 ) -> None:
     api = Api(two_shards.base_url())
-    body = LONG | {"max_tokens": 600}  # the replica has 30 s to finish
+    body = LONG | {"max_tokens": 300}  # the replica has 30 s to finish
     with two_shards.deleting("main") as delete, running_stream(api, **body) as outcome:
         delete()
         with pytest.raises(queue.Empty):  # it is still running
