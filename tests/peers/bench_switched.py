@@ -9,9 +9,10 @@ turns. The first turn of each state is not counted. At 8 and 32 a turn has three
 requests as run at once. Otherwise a draining batch would shrink earlier with accepted drafts.
 
 Sets: jobs.py. The built-in sets except ``code`` have 16 prompts, so the trie knows them from
-earlier turns. In ``mixed`` each source is best for some requests of a batch. ``random`` with
+earlier turns. ``mixed`` has requests for each source in a batch. ``random`` with
 ``--states none,all`` measures the cost of drafting where nothing can be predicted. The source
-``prediction`` has drafts in the set ``predicted``, ``grammar`` in the set ``structured``.
+``prediction`` has drafts in ``predicted`` and ``mixed``, ``grammar`` in ``structured`` and
+``mixed``.
 
 ``--extra-layers`` adds this many layers to the target that do not change its output (inflate.py).
 It gives the same text at the cost of a larger model. So the cost of drafting is relatively small,

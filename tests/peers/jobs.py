@@ -12,7 +12,7 @@ from itertools import cycle, islice
 from specserve.compare.corpus import Module, load_modules
 from specserve.compare.prompts import BUILT_IN, Tokenizer, load_prompts
 from specserve.engine.generation import Job, Sampling
-from tests.peers.schemas import SCHEMAS, question
+from tests.peers.schemas import SCHEMAS, question, random_record
 from tests.peers.workload import (
     EDITS,
     RANDOM_PROMPT_TOKENS,
@@ -33,9 +33,10 @@ class JobSets:
 
     ``again`` has tasks on the same few files. In ``predicted`` each of them predicts its own code.
     Answers of ``structured`` follow JSON schemas. ``random`` has random tokens, continued at
-    random. ``mixed`` has in turn a task whose answer is in the prompt, a task of ``again``, and a
-    dialogue. Every other job samples. Each call gives new tasks and dialogues, so that no memory
-    knows them.
+    random. ``mixed`` has in turn a task whose answer is in the prompt (for ``ngram``), a task of
+    ``again`` (``trie``), a dialogue (``mtp``), a task that predicts its answer (``prediction``) and
+    an answer that follows a schema (``grammar``). Every other job samples. Each call gives new
+    tasks, dialogues and schemas, so that no memory knows them.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -46,7 +47,7 @@ class JobSets:
     def __init__(self, tokenizer: Tokenizer, max_tokens: int, seed: int) -> None:
         self._tokenizer, self._max_tokens, self._seed = tokenizer, max_tokens, seed
         self._files = files_of_again(seed)
-        self._workload = Workload(tokenizer, seed)
+        self._workload, self._rng = Workload(tokenizer, seed), random.Random(seed)
 
     def jobs(self, name: str, number: int) -> list[Job]:
         """The set's first ``number`` jobs, repeated if it has fewer."""
@@ -77,13 +78,31 @@ class JobSets:
         jobs = []
         for index in range(number):
             sampling = Sampling(max_tokens=self._max_tokens, temperature=TEMPERATURE * (index % 2))
-            if index % 3 == 1:
+            kind = ("repeat", "again", "dialogue", "predicted", "structured")[index % 5]
+            if kind == "again":
                 jobs.append(replace(again[index], sampling=sampling))
                 continue
-            text = self._workload.dialogue() if index % 3 else self._workload.code_task("repeat")
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
-            jobs.append(Job(tuple(ids), sampling))
+            if kind == "dialogue":
+                text = self._workload.dialogue()
+            elif kind == "structured":
+                schema = random_record(self._rng)
+                text = question(schema)
+                sampling = replace(sampling, json_schema=json.dumps(schema))
+            else:
+                text = self._workload.code_task("repeat")
+            if kind == "predicted":
+                sampling = replace(sampling, prediction=self._ids(_code_in(text)))
+            jobs.append(Job(self._ids(text), sampling))
         return jobs
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _code_in(text: str) -> str:
+    """The first block of code in a text; empty if it has none."""
+    code = _CODE.search(text)
+    return code[0] if code else ""
 
 
 def random_jobs(number: int, max_tokens: int, seed: int) -> list[Job]:
@@ -133,8 +152,8 @@ def again_jobs(
         task = tasks.draw(rng, TASK_CHARS, kind=EDITS[index % len(EDITS)])
         text = tokenizer.apply_chat_template(task[:-1], add_generation_prompt=True, tokenize=False)
         ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-        code = _CODE.search(task[-2]["content"]) if predicted else None
-        prediction = tokenizer.encode(code[0], add_special_tokens=False) if code else ()
+        code = _code_in(task[-2]["content"]) if predicted else ""
+        prediction = tokenizer.encode(code, add_special_tokens=False)
         jobs.append(Job(ids, Sampling(max_tokens=max_tokens, prediction=tuple(prediction))))
     return jobs
 

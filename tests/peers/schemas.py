@@ -1,11 +1,14 @@
-"""Ten typical JSON schemas. Their strings are short, so that a small model ends them."""
+"""Typical JSON schemas. Their strings are short, so that a small model ends them."""
 
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 Schema = dict[str, Any]
+
+_WORDS = ("batch", "branch", "count", "device", "event", "group", "label", "limit", "score", "user")
 
 NUMBER: Schema = {"type": "integer", "minimum": 0, "maximum": 99}
 YES_OR_NO: Schema = {"type": "boolean"}
@@ -77,6 +80,13 @@ SCHEMAS: dict[str, Schema] = {
     "text": record(summary=text(120), answer=text(60)),
 }
 """Schemas by their use. The last one forces almost nothing."""
+
+
+def random_record(rng: random.Random) -> Schema:
+    """A schema of an object with four to eight random keys."""
+    kinds = (text(), NUMBER, YES_OR_NO, one_of("low", "medium", "high"), several(NUMBER, 1, 3))
+    number = rng.randint(4, 8)
+    return record(**{"_".join(rng.sample(_WORDS, 2)): rng.choice(kinds) for _ in range(number)})
 
 
 def question(schema: Schema) -> str:
