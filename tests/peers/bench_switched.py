@@ -4,9 +4,11 @@
         [--concurrencies 1 8] [--extra-layers 12]
 
 All states run in one process, since two equal engines differ by some percent, as much as the effect
-to measure. A source learns in the turns in which it is asked, and drafters get texts only in their
-turns. The first turn of each state is not counted. At 8 and 32 a turn has three times as many
-requests as run at once. Otherwise a draining batch would shrink earlier with accepted drafts.
+to measure. In a turn, all states have the same jobs. A source learns in the turns in which it is
+asked, and drafters get texts only in their turns. The first turn of each state is not counted. At 8
+and 32 a turn has three times as many requests as run at once. Otherwise a draining batch would
+shrink earlier with accepted drafts. Before each state of ``mixed``, the tries are cleared and learn
+the tasks of ``again``, so that they know no other job.
 
 Sets: jobs.py. The built-in sets except ``code`` have 16 prompts, so the trie knows them from
 earlier turns. ``mixed`` has requests for each source in a batch. ``random`` with
@@ -45,11 +47,11 @@ from tests.peers.in_process import (
     worker_of,
 )
 from tests.peers.inflate import inflated
-from tests.peers.jobs import SETS, JobSets
+from tests.peers.jobs import MIXED, SETS, JobSets
 from tests.peers.tables import print_rows
 
 CONCURRENCIES = (1, 8, 32)
-MIN_JOBS, WAVES = 8, 3
+MIN_JOBS, WAVES = 10, 3
 NONE, ALL = "none", "all"
 
 # Modules that load vLLM are imported where they are used, after the environment is set.
@@ -71,6 +73,14 @@ class Sources:
         self._ask = SourcesSwitch(self._hook._chain)
         self._speculate = SpeculationSwitch(worker)
         self._has_drafters = self._hook._feeds_drafters
+        members = [each.member for each in self._hook._chain._sources]
+        self._memories = [each.source._memory for each in members if each.kind == "trie"]
+
+    def clear_tries(self) -> None:
+        """Removes all texts from the tries. No request may be running."""
+        for memory in self._memories:
+            for trie in memory.tries().values():
+                trie.clear()
 
     def switch(self, state: str) -> None:
         """Switches from the next step on. No request may be running."""
@@ -103,9 +113,13 @@ def measure(
             number = MIN_JOBS if concurrency == 1 else WAVES * concurrency
             order = list(states)
             for turn in track(range(num_turns + 1), f"{name}, concurrency {concurrency}"):
+                few = jobs.jobs(name, number)
                 for state in order:
-                    few = jobs.jobs(name, number)
                     sources.switch(state)
+                    if name == "mixed":
+                        sources.clear_tries()
+                        known = few[MIXED.index("again") :: len(MIXED)]
+                        engine.run(known, concurrency, lambda *_: None)
                     run = engine.run(few, concurrency, lambda *_: None)
                     if turn:
                         key = name, concurrency, state

@@ -24,6 +24,8 @@ from tests.peers.workload import (
 from tools.demo_models.tasks import AllTasks
 
 SETS = (*BUILT_IN, "again", "predicted", "structured", "random", "mixed")
+MIXED = ("repeat", "again", "dialogue", "predicted", "structured")
+"""Kinds of jobs of ``mixed``, in their order."""
 _CODE = re.compile(r"```.*?```", re.DOTALL)
 NUM_FILES, FILE_CHARS, TASK_CHARS = 3, 6000, 3000
 
@@ -78,7 +80,7 @@ class JobSets:
         jobs = []
         for index in range(number):
             sampling = Sampling(max_tokens=self._max_tokens, temperature=TEMPERATURE * (index % 2))
-            kind = ("repeat", "again", "dialogue", "predicted", "structured")[index % 5]
+            kind = MIXED[index % len(MIXED)]
             if kind == "again":
                 jobs.append(replace(again[index], sampling=sampling))
                 continue
