@@ -167,7 +167,8 @@ class SwitchedEngine:
 
     def _propose_first(self, requests: Sequence[Any], num_requests: int) -> Drafts:
         if self._name == "ours":
-            return self._hook.draft_first(requests, num_requests)
+            drafts: Drafts = self._hook.draft_first(requests, num_requests)
+            return drafts
         if self._name == "known":
             texts = [each.prompt_token_ids for each in requests]
             return [self._known.draft(each, len(each)) for each in texts]
