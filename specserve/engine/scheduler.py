@@ -62,10 +62,9 @@ class DraftScheduler(Scheduler):
             return
         added = [(each, self.requests[each.req_id]) for each in output.scheduled_new_reqs]
         added = [(each, request) for each, request in added if _may_draft_first(request)]
-        verified = output.scheduled_spec_decode_tokens
         left = min(
             self.max_num_scheduled_tokens - output.total_num_scheduled_tokens,
-            MAX_STEP_DRAFT_TOKENS - sum(map(len, verified.values())),
+            MAX_STEP_DRAFT_TOKENS - sum(map(len, output.scheduled_spec_decode_tokens.values())),
         )
         if not added or left <= 0:
             return
@@ -75,7 +74,7 @@ class DraftScheduler(Scheduler):
             if size <= 0 or self.kv_cache_manager.allocate_slots(request, size) is None:
                 continue
             left -= size
-            verified[new.req_id] = draft[:size]
+            output.scheduled_spec_decode_tokens[new.req_id] = draft[:size]
             new.block_ids = self.kv_cache_manager.get_block_ids(new.req_id)
             output.num_scheduled_tokens[new.req_id] += size
             output.total_num_scheduled_tokens += size
