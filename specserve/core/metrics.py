@@ -183,6 +183,12 @@ class SpeculationMetrics:
         health = self._health[kind]
         health.up, health.why_off = up, reason
 
+    def fail(self, reason: str) -> None:
+        """Counts an error of every source, and shows all as failed for this reason."""
+        for kind in list(self._health):
+            self.count_error(kind)
+            self.set_up(kind, False, reason)
+
     def set_reachable(self, kind: str, reachable: bool, reason: str = "") -> None:
         """Notes whether a source can draft from now on, and why not for some or all requests.
 

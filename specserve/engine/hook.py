@@ -30,6 +30,7 @@ from specserve.core.types import (
     Int32Array,
     RequestControls,
 )
+from specserve.engine.containment import contained
 from specserve.engine.grammars import Grammars
 from specserve.engine.report import Outcome, reports_all
 from specserve.engine.request_slots import RequestSlots
@@ -63,6 +64,7 @@ class ProposerHook:
         self._recent = RecentSteps(
             MAX_OUTCOMES if config.http.speculation_page else 0, with_tokens=config.http.show_text
         )
+        self.has_failed = False  # see :func:`contained`
         self._chain: Chain  # set by `attach`, in rank 0 only
         self._slots = RequestSlots(2 * vllm_config.scheduler_config.max_num_seqs)
         self._reports_all = reports_all(vllm_config)
@@ -112,6 +114,7 @@ class ProposerHook:
         # chain limits each request's draft by itself, so this raises vLLM's limit out of reach.
         runner.effective_drafter_max_model_len = self._max_model_len + self._max_draft_len
 
+    @contained(lambda _, sampled_token_ids, *rest: [[] for _ in sampled_token_ids])
     def propose_draft_token_ids(
         self,
         scheduler_output: Any,
@@ -160,6 +163,7 @@ class ProposerHook:
         self._last_step_end = time.perf_counter()
         return drafts
 
+    @contained(lambda requests, _: [[] for _ in requests])
     def draft_first(self, requests: Sequence[Any], num_requests: int) -> list[list[int]]:
         """Drafts for new requests, which the step that computes the end of their prompts verifies.
 
@@ -190,11 +194,13 @@ class ProposerHook:
             if label >= 0 and each in self._reporting
         }
 
+    @contained(dict)
     def take_outcomes(self) -> dict[str, Outcome]:
         """Returns the last step's outcomes of requests that report them, and clears them."""
         outcomes, self._outcomes = self._outcomes, {}
         return outcomes
 
+    @contained(lambda _: False)
     def is_idle(self, scheduler_output: Any) -> bool:
         """Whether no source has work after the coming step.
 
@@ -204,6 +210,7 @@ class ProposerHook:
         is_left = self._num_idle_steps_left > 0
         return is_left and scheduler_output.num_scheduled_tokens == self._plain_schedule
 
+    @contained(lambda _: None)
     def note_idle_step(self, sampled_token_ids: list[list[int]]) -> None:
         """Records an idle step that has run, with one new token for each request."""
         self._num_idle_steps_left -= 1
@@ -214,6 +221,7 @@ class ProposerHook:
         self._recent.note(step)
         self._last_step_end = time.perf_counter()
 
+    @contained(lambda _: None)
     def forget(self, request_ids: Collection[str]) -> None:
         """Drops all state of finished or aborted requests, after the sources have learned them."""
         if not request_ids:

@@ -45,7 +45,10 @@ class DraftScheduler(Scheduler):
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._reports = Reports.of(self.vllm_config)
         # Recurrent layers: vLLM takes a request with drafts for one whose prompt has been read.
-        self._may_draft_first = may_step_plainly(self.vllm_config) and self.connector is None
+        # New blocks that the worker must zero: vLLM has listed the step's already.
+        self._may_draft_first = not (
+            self.connector or self.needs_kv_cache_zeroing or not may_step_plainly(self.vllm_config)
+        )
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """vLLM's method. Drafts may not displace other requests from the step."""
@@ -62,8 +65,9 @@ class DraftScheduler(Scheduler):
             return
         added = [(each, self.requests[each.req_id]) for each in output.scheduled_new_reqs]
         added = [(each, request) for each, request in added if _may_draft_first(request)]
+        most = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
         left = min(
-            self.max_num_scheduled_tokens - output.total_num_scheduled_tokens,
+            most - output.total_num_scheduled_tokens,
             MAX_STEP_DRAFT_TOKENS - sum(map(len, output.scheduled_spec_decode_tokens.values())),
         )
         if not added or left <= 0:

@@ -140,6 +140,32 @@ def test_a_new_request_gets_a_draft_before_its_first_step(hook: ProposerHook) ->
     assert acceptance.accepted_at_position == (1, 1, 0, 0)
 
 
+def test_after_an_unexpected_error_requests_go_on_without_drafts(
+    hook: ProposerHook, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise IndexError("a defect")
+
+    runner = Runner(a=REPEATING, b=[5])
+    hook.attach(runner)
+    with monkeypatch.context() as defect:
+        defect.setattr(Chain, "observe", fail)
+        assert _step(hook, runner, [[4], [5]]) == [[], []]
+    assert "IndexError: a defect" in caplog.text
+    (source,) = _snapshot(hook).health
+    assert (source.up, source.num_errors, source.reason) == (False, 1, "IndexError, see the log")
+
+    request = _request()
+    request.req_id, request.prompt_token_ids = "c", REPEATING
+    assert hook.draft_first([request], 3) == [[]]
+    scheduled = _scheduled(runner)
+    assert not hook.is_idle(scheduled)
+    hook.forget(["a"])
+    assert _step(hook, runner, [[4], [5]]) == [[], []]
+    assert hook.take_outcomes() == {}
+    assert len(caplog.records) == 1
+
+
 def _recent(hook: ProposerHook) -> tuple[RecentRequest[Tokens], ...]:
     return msgspec.json.decode(hook.recent_requests(""), type=tuple[RecentRequest[Tokens], ...])
 

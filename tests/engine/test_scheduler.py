@@ -231,6 +231,42 @@ def test_a_first_draft_without_room_in_the_cache_is_dropped(
     assert len(first_drafts) == 1
 
 
+def test_first_drafts_fit_into_the_workers_buffers(
+    scheduler: DraftScheduler, first_drafts: list[tuple[list[str], int]]
+) -> None:
+    scheduler.max_num_scheduled_tokens = 64  # vLLM's option of this name; the buffers have 32
+    add(scheduler, "a", prompt_len=30)
+    assert step(scheduler) == {"a": 32}
+    assert len(first_drafts) == 1
+
+
+@pytest.mark.usefixtures("first_drafts")
+def test_no_first_draft_takes_blocks_that_the_worker_would_zero_too_late(
+    scheduler: DraftScheduler,
+) -> None:
+    """A cache with layers of two precisions: the worker zeroes the blocks that a step lists."""
+    precisions = torch.float32, torch.bfloat16
+    groups = [
+        KVCacheGroupSpec(
+            [str(dtype)],
+            FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=dtype),
+        )
+        for dtype in precisions
+    ]
+    scheduler = DraftScheduler(
+        vllm_config=scheduler.vllm_config,
+        kv_cache_config=KVCacheConfig(NUM_BLOCKS, [], groups),
+        structured_output_manager=scheduler.structured_output_manager,
+        block_size=BLOCK,
+    )
+    add(scheduler, "a", prompt_len=BLOCK)
+    scheduled = scheduler.schedule()
+    (new,) = scheduled.scheduled_new_reqs
+    used = {block for group in new.block_ids for block in group}
+    assert used
+    assert used == set(scheduled.new_block_ids_to_zero)
+
+
 @pytest.mark.parametrize(
     "params",
     [
