@@ -35,7 +35,9 @@ def check_draft_checkpoints(
             model, field = (
                 (source.model, field) if source.model else (config.model.path, "model.path")
             )
-            if is_elsewhere and not any(Path(model).glob("*.safetensors")):
+            if source.placement == "in_engine" and checkpoint.architecture != ARCHITECTURE:
+                notes.append(f"{model}: the MTP module was not checked: vLLM knows its format")
+            elif is_elsewhere and not any(Path(model).glob("*.safetensors")):
                 if checkpoint.architecture not in ("", ARCHITECTURE):
                     allowed = f"a checkpoint of {ARCHITECTURE}, not of {checkpoint.architecture}"
                     raise ConfigError("model.path", config.model.path, allowed)

@@ -159,4 +159,5 @@ def _base_url() -> str:
     options = client.http_config
     host = "127.0.0.1" if options.host in ("", "0.0.0.0") else options.host
     details = client.get_serve_details()["applications"][serve.get_replica_context().app_name]
-    return f"http://{host}:{options.port}{details['route_prefix']}".rstrip("/")
+    scheme = "https" if options.ssl_certfile else "http"
+    return f"{scheme}://{host}:{options.port}{details['route_prefix']}".rstrip("/")

@@ -507,6 +507,17 @@ def test_a_model_without_an_mtp_module_is_refused(capsys: pytest.CaptureFixture[
     assert "args.speculation.0.model" in refusal(capsys, elsewhere, path=MODELS / "demo-base")
 
 
+@pytest.mark.usefixtures("folder")
+def test_an_mtp_module_of_another_architecture_is_left_to_vllm(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = MODELS / "demo-draft"
+    source = {"kind": "mtp", "placement": "in_engine"}
+    file = write(serve_file({"model": {"path": str(path)}, "speculation": [source]}))
+    main(["check", file])
+    assert "the MTP module was not checked: vLLM knows its format" in capsys.readouterr().out
+
+
 def test_a_draft_model_with_another_vocabulary_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

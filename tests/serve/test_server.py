@@ -36,17 +36,18 @@ def test_the_most_replicas_are_the_configured_or_the_scaled_ones(
 
 
 @pytest.mark.parametrize(
-    ("host", "prefix", "url"),
+    ("host", "prefix", "certificate", "url"),
     [
-        ("0.0.0.0", "/", "http://127.0.0.1:8000"),
-        ("10.0.0.7", "/team", "http://10.0.0.7:8000/team"),
+        ("0.0.0.0", "/", None, "http://127.0.0.1:8000"),
+        ("10.0.0.7", "/team", None, "http://10.0.0.7:8000/team"),
+        ("10.0.0.7", "/", "tls.crt", "https://10.0.0.7:8000"),
     ],
 )
 def test_a_ready_replica_prints_its_address_and_a_command(
-    host: str, prefix: str, url: str, monkeypatch: pytest.MonkeyPatch
+    host: str, prefix: str, certificate: str | None, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = SimpleNamespace(
-        http_config=SimpleNamespace(host=host, port=8000),
+        http_config=SimpleNamespace(host=host, port=8000, ssl_certfile=certificate),
         get_serve_details=lambda: {"applications": {"mine": {"route_prefix": prefix}}},
     )
     monkeypatch.setattr(server, "_get_global_client", lambda: client)
