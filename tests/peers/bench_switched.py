@@ -5,10 +5,11 @@
 
 All states run in one process, since two equal engines differ by some percent, as much as the effect
 to measure. In a turn, all states have the same jobs. A source learns in the turns in which it is
-asked, and drafters get texts only in their turns. The first turn of each state is not counted. At 8
-and 32 a turn has three times as many requests as run at once. Otherwise a draining batch would
-shrink earlier with accepted drafts. Before each state of ``mixed``, the tries are cleared and learn
-the tasks of ``again``, so that they know no other job.
+asked, and drafters get texts only in their turns. The first turn of each state is not counted.
+Neither are the jobs that a state serves first, as many as run at once: the policy has just learned
+from another state. At 8 and 32 a turn has three times as many requests as run at once. Otherwise a
+draining batch would shrink earlier with accepted drafts. Before each state of ``mixed``, the tries
+are cleared, and the jobs served first are the tasks of ``again``: the tries know no other job.
 
 Sets: jobs.py. The built-in sets except ``code`` have 16 prompts, so the trie knows them from
 earlier turns. ``mixed`` has requests for each source in a batch. ``random`` with
@@ -116,10 +117,11 @@ def measure(
                 few = jobs.jobs(name, number)
                 for state in order:
                     sources.switch(state)
+                    first = few[:concurrency]
                     if name == "mixed":
                         sources.clear_tries()
-                        known = few[MIXED.index("again") :: len(MIXED)]
-                        engine.run(known, concurrency, lambda *_: None)
+                        first = few[MIXED.index("again") :: len(MIXED)]
+                    engine.run(first, concurrency, lambda *_: None)
                     run = engine.run(few, concurrency, lambda *_: None)
                     if turn:
                         key = name, concurrency, state
