@@ -40,7 +40,8 @@ class ModelConfig(Section):
     """Name in the OpenAI API, or a list of names. Metrics and the page show the first one. Empty:
     ``path`` as given."""
     revision: str = ""
-    """Branch, tag or commit on the hub; empty: the default one."""
+    """Branch, tag or commit on the hub; empty: the default one. Of a folder: any name that tells it
+    from other weights with the same ``config.json``, so that they share no draft memory."""
     tokenizer: Checkpoint = ""
     """Folder or id of the tokenizer; empty: the model's own."""
 
