@@ -138,9 +138,13 @@ class SpeculationMetrics:
     """The counters of one process. Updates are a few integer additions, from one thread.
 
     Snapshots contain the sources of ``kinds`` even before their first call.
+
+    Attributes:
+        has_failed: whether :meth:`fail` was called.
     """
 
     def __init__(self, kinds: tuple[str, ...] = ()) -> None:
+        self.has_failed = False
         self._drafts: dict[str, Int64Array] = {}  # by label, see `draft_counts`
         self._health = defaultdict(_Health, {kind: _Health() for kind in kinds})
         self._get_trie: Callable[[], TrieSnapshot] | None = None
@@ -184,7 +188,8 @@ class SpeculationMetrics:
         health.up, health.why_off = up, reason
 
     def fail(self, reason: str) -> None:
-        """Counts an error of every source, and shows all as failed for this reason."""
+        """Counts an error of every source, and shows all as failed from now on, with a reason."""
+        self.has_failed = True
         for kind in list(self._health):
             self.count_error(kind)
             self.set_up(kind, False, reason)

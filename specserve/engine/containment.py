@@ -17,7 +17,6 @@ T = TypeVar("T")
 class Speculation(Protocol):
     """An object whose methods a step calls, in one thread."""
 
-    has_failed: bool
     metrics: SpeculationMetrics
 
 
@@ -35,12 +34,12 @@ def contained(without: Callable[..., Any]) -> Callable[[Callable[..., T]], Calla
     def decorate(method: Callable[..., T]) -> Callable[..., T]:
         @wraps(method)
         def run(speculation: Speculation, *args: Any) -> T:
-            if not speculation.has_failed:
+            if not speculation.metrics.has_failed:
                 try:
                     return method(speculation, *args)
                 except Exception as error:
-                    speculation.has_failed = True
-                    speculation.metrics.fail(f"{type(error).__name__}, see the log")
+                    reason = f"drafting ended: {type(error).__name__}, see the log"
+                    speculation.metrics.fail(reason)
                     logger.exception("No drafts until this replica starts again; it serves on")
             result: T = without(*args)
             return result

@@ -64,7 +64,6 @@ class ProposerHook:
         self._recent = RecentSteps(
             MAX_OUTCOMES if config.http.speculation_page else 0, with_tokens=config.http.show_text
         )
-        self.has_failed = False  # see :func:`contained`
         self._chain: Chain  # set by `attach`, in rank 0 only
         self._slots = RequestSlots(2 * vllm_config.scheduler_config.max_num_seqs)
         self._reports_all = reports_all(vllm_config)
@@ -253,7 +252,7 @@ class ProposerHook:
             began: when the text began, in seconds since 1970; 0.0: it begins now.
         """
         controls = replace(self._controls_of(extra_args), adapter=adapter, began=began)
-        if not controls.learn:
+        if self.metrics.has_failed or not controls.learn:
             return
         token_ids = np.array([tokens], np.int32)
         num_prompt = np.array([num_prompt_tokens], np.int32)

@@ -101,6 +101,8 @@ def check(
     assert all(streams.num_same.values())
     assert streams.num_left > 0
     assert num_accepted(api) > before
+    reasons = [each["reason"] for each in api.speculation()["sources"]]
+    assert not any(each.startswith("drafting ended") for each in reasons), reasons
     counts = [report.statuses[route] for route in accepted]
     if num_cases >= MIN_CASES:
         assert all(each[200] > 0 for each in counts), report.table()
