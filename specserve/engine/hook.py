@@ -193,7 +193,6 @@ class ProposerHook:
             if label >= 0 and each in self._reporting
         }
 
-    @contained(dict)
     def take_outcomes(self) -> dict[str, Outcome]:
         """Returns the last step's outcomes of requests that report them, and clears them."""
         outcomes, self._outcomes = self._outcomes, {}
