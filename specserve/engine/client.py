@@ -17,6 +17,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from specserve.core.errors import reason_of
 from specserve.engine.prediction import CURRENT_PREDICTION
 from specserve.engine.report import Reports, reported
+from specserve.engine.schema_references import check_references
 from specserve.engine.tenants import CURRENT_CALL, CURRENT_CONTROLS, IN_BEAM_SEARCH, RESERVED
 from specserve.sources.controls import wants_report
 
@@ -130,6 +131,7 @@ class ServedLLM(AsyncLLM):
                 f"repetition_penalty must be in [{MIN_PENALTY}, {MAX_PENALTY}], got {penalty}."
             )
             raise VLLMValidationError(message, parameter="repetition_penalty", value=penalty)
+        check_references(params.structured_outputs)
         try:
             return await super().add_request(request_id, prompt, params, **options)
         except CLIENT_ERRORS as error:

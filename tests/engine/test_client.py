@@ -104,6 +104,14 @@ def test_a_penalty_that_makes_logits_infinite_is_a_client_error(
     assert client.output_processor.get_num_unfinished_requests() == 0
 
 
+def test_a_schema_that_would_exhaust_the_stack_is_a_client_error(client: Client) -> None:
+    links = {f"a{number}": {"$ref": f"#/a{number + 1}"} for number in range(5000)}
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=links))
+    with pytest.raises(VLLMValidationError, match="references may lead through at most"):
+        asyncio.run(asyncio.wait_for(client.first_output(params), 10))
+    assert client.output_processor.get_num_unfinished_requests() == 0
+
+
 def test_a_request_that_exceeds_the_limit_alone_is_a_client_error(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,19 @@ def test_a_request_without_a_grammar_gets_no_drafts(api: Api) -> None:
     assert api.counts("grammar") == before
 
 
+def test_a_schema_with_a_long_chain_of_references_ends_no_process(api: Api) -> None:
+    links = {
+        f"a{number}": {"type": "array", "items": {"$ref": f"#/$defs/a{number + 1}"}}
+        for number in range(20_000)
+    }
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8}
+    wanted = {"json": {"$defs": links | {"a20000": {"type": "string"}}, "$ref": "#/$defs/a0"}}
+    response = api.http.post("/v1/completions", json=body | {"structured_outputs": wanted})
+    assert response.status_code == 400
+    assert "references may lead through at most 4000 levels" in response.text
+    assert api.complete(**body)["choices"]
+
+
 def test_a_grammar_that_vllm_refuses_affects_no_other_request(api: Api) -> None:
     body = {"model": MODEL, "prompt": PROMPT, "structured_outputs": {"grammar": "root ::= nothing"}}
     assert api.http.post("/v1/completions", json=body).status_code == 400
