@@ -44,7 +44,7 @@ def _depth(schema: str | dict[str, Any]) -> int:
         except ValueError:  # vLLM refuses it
             return 0
     depths: dict[str, int] = {}
-    level: list[Any] = [schema]
+    level: list[Any] = [schema] if isinstance(schema, dict | list) else []
     number = 0
     while level:
         number += 1

@@ -54,6 +54,8 @@ def test_a_long_chain_is_refused(wanted: dict[str, Any]) -> None:
         {"json": chain(LONGEST - 1)},
         {"json": {"$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}},
         {"json": "no JSON, which vLLM refuses"},
+        {"json": "1"},
+        {"json": '[[1], "text"]'},
     ],
 )
 def test_other_schemas_are_allowed(wanted: dict[str, Any] | None) -> None:
