@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams, check_json_nesting
+from vllm.sampling_params import StructuredOutputsParams
 
 MAX_DEPTH = 4000
 """Most levels of a chain. A stack of 8 MiB suffices for 10,000, and not for 20,000."""
@@ -25,7 +25,6 @@ def check_references(wanted: StructuredOutputsParams | None) -> None:
     if wanted is None:
         return
     for schema in (wanted.json, wanted.structural_tag):
-        check_json_nesting(schema, structural_tag=True)
         if schema and (depth := _depth(schema)) > MAX_DEPTH:
             raise VLLMValidationError(
                 f"The JSON schema's references may lead through at most {MAX_DEPTH} levels of "
@@ -41,7 +40,7 @@ def _depth(schema: str | dict[str, Any]) -> int:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError:  # vLLM refuses it
+        except (ValueError, RecursionError):  # vLLM refuses it
             return 0
     depths: dict[str, int] = {}
     level: list[Any] = [schema] if isinstance(schema, dict | list) else []
