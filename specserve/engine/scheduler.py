@@ -46,8 +46,8 @@ class DraftScheduler(Scheduler):
         self._reports = Reports.of(self.vllm_config)
         # Recurrent layers: vLLM takes a request with drafts for one whose prompt has been read.
         # New blocks that the worker must zero: vLLM has listed the step's already.
-        self._may_draft_first = not (
-            self.connector or self.needs_kv_cache_zeroing or not may_step_plainly(self.vllm_config)
+        self._may_draft_first = may_step_plainly(self.vllm_config) and not (
+            self.connector or self.needs_kv_cache_zeroing
         )
 
     def schedule(self, *args: Any, **options: Any) -> Any:
