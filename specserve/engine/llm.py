@@ -53,6 +53,7 @@ from specserve.engine.tenants import (
     tenant_fields,
 )
 from specserve.engine.text_generator import TextGenerator
+from specserve.engine.v2_runner_limits import check_before_sending
 from specserve.sources.controls import own_fields
 
 logger = logging.getLogger(__name__)
@@ -253,6 +254,8 @@ def _start_client(
         # Else vLLM refuses `min_p` and `logit_bias`; see specserve.engine.sampling.
         llm.input_processor.speculative_config = None
     stamp_requests(llm.engine_core, with_tenants=bool(config.http.api_keys))
+    if vllm_config.use_v2_model_runner:
+        check_before_sending(llm.engine_core)
     if config.http.api_keys:
         part_media(llm.renderer)
     return llm

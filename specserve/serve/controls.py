@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,10 +19,11 @@ from specserve.core.errors import GenerationError, RequestError
 from specserve.engine.prediction import CURRENT_PREDICTION, Prediction, Predictor
 from specserve.engine.tenants import CURRENT_CALL, CURRENT_CONTROLS, RESERVED
 from specserve.engine.text_request import Grammar
+from specserve.serve.bodies import Bodies
 from specserve.serve.generation.answers import error_response
 from specserve.serve.generation.routes import is_generation
 from specserve.serve.memory import is_memory
-from specserve.serve.middleware import openai_error, without_pauses
+from specserve.serve.middleware import openai_error
 from specserve.serve.prediction import argument_texts, openai_texts, read_prediction
 from specserve.sources.controls import (
     BEAM_KEY,
@@ -62,20 +63,24 @@ class ControlsMiddleware:
         self._app = app
         self._kinds = kinds
         self._predictor = predictor
+        self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one ASGI connection."""
         if scope["type"] != "http" or scope["method"] != "POST" or is_memory(scope):
             await self._app(scope, receive, send)
             return
-        try:
-            body = await Request(scope, without_pauses(receive)).body()
-        except ClientDisconnect:  # vLLM's metrics would count a call without an answer as 500
-            await openai_error("The client disconnected", 400)(scope, receive, send)
-            return
-        except HTTPException as error:
-            await openai_error(error.detail, error.status_code)(scope, receive, send)
-            return
+        async with AsyncExitStack() as open_bodies:
+            try:
+                body = await open_bodies.enter_async_context(self._bodies.read(scope, receive))
+            except ClientDisconnect:  # vLLM's metrics would count a call without an answer as 500
+                await openai_error("The client disconnected", 400)(scope, receive, send)
+            except HTTPException as error:
+                await openai_error(error.detail, error.status_code)(scope, receive, send)
+            else:
+                await self._answer(scope, body, receive, send)
+
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         given = await _request(scope, body)
         try:
             request = _with_structured_outputs(given)

@@ -25,7 +25,8 @@ from specserve.core.errors import ConfigError, SnapshotError, StoreError
 from specserve.engine.cluster_memory import shared_trie
 from specserve.engine.tenant_memory import TenantMemory
 from specserve.engine.tenants import CURRENT_TENANT
-from specserve.serve.middleware import openai_error, without_pauses
+from specserve.serve.bodies import without_pauses
+from specserve.serve.middleware import openai_error
 from specserve.serve.paths import path_of
 
 MAX_BODY_BYTES = 4 << 20

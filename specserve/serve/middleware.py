@@ -38,32 +38,6 @@ _ADAPTER_PATHS = (
     "/adapters",
     "/adapters/{adapter_name}",
 )
-BODY_PAUSE_S = 30.0
-"""Longest pause in seconds within a body. A call that is not read to its end takes one of the
-replica's places, and Serve has no limit of its own."""
-BODY_BYTES_PER_S = 16 << 10
-"""A slower body uses up its pause, so that it cannot trickle in for ever."""
-
-
-def without_pauses(receive: Receive) -> Receive:
-    """Receives a body's messages; raises ``HTTPException`` if it stops or is too slow."""
-    time = asyncio.get_running_loop().time
-    ends_at = time() + BODY_PAUSE_S
-
-    async def receive_soon() -> Message:
-        nonlocal ends_at
-        try:
-            async with asyncio.timeout_at(ends_at):
-                message = await receive()
-        except TimeoutError:
-            slow = f"or it was slower than {BODY_BYTES_PER_S >> 10} KiB a second"
-            detail = f"No more of the body came within {BODY_PAUSE_S:g} s, {slow}"
-            raise HTTPException(408, detail) from None
-        gained_s = len(message.get("body", b"")) / BODY_BYTES_PER_S
-        ends_at = min(ends_at + gained_s, time() + BODY_PAUSE_S)
-        return message
-
-    return receive_soon
 
 
 def with_cors_of(app: FastAPI, wrapped: ASGIApp) -> ASGIApp:

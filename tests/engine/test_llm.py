@@ -16,6 +16,7 @@ import ray
 from httpx import ASGITransport, AsyncClient, Response
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -153,7 +154,7 @@ def test_with_api_keys_requests_ids_and_media_are_kept_by_tenant(
     monkeypatch.setattr(ServedLLM, "from_vllm_config", classmethod(start))
     keys = [{"env": "KEY", "tenant": "team-a"}] if has_keys else []
     config = parse({"model": {"path": "m"}, "http": {"api_keys": keys}})
-    vllm_config: Any = None
+    vllm_config: Any = SimpleNamespace(use_v2_model_runner=False)
     client: Any = llm._start_client(config, vllm_config, AsyncEngineArgs())
     request = SimpleNamespace(
         sampling_params=SamplingParams(), cache_salt=None, external_req_id="1"
@@ -167,6 +168,24 @@ def test_with_api_keys_requests_ids_and_media_are_kept_by_tenant(
     assert bool(request.cache_salt) is has_keys
     assert [bool(each) for each in client.read] == [has_keys, has_keys]
     assert client.input_processor.speculative_config is None
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_requests_that_the_v2_runner_has_no_room_for_are_refused(
+    has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServedLLM, "from_vllm_config", classmethod(lambda *_, **__: Started()))
+    vllm_config: Any = SimpleNamespace(use_v2_model_runner=not has_room)
+    client: Any = llm._start_client(parse({"model": {"path": "m"}}), vllm_config, AsyncEngineArgs())
+    params = SamplingParams(allowed_token_ids=list(range(2000)))
+    request = SimpleNamespace(sampling_params=params)
+    if has_room:
+        asyncio.run(client.engine_core.add_request_async(request))
+        assert client.sent == [request]
+    else:
+        with pytest.raises(VLLMValidationError, match="must be at most 1024"):
+            asyncio.run(client.engine_core.add_request_async(request))
+        assert client.sent == []
 
 
 BESIDE = {"kind": "draft_model", "model": "m", "placement": "beside_rank_0"}

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Scope
 from specserve.core.config import parse
 from specserve.core.errors import SnapshotError, StoreError
 from specserve.engine.tenant_memory import TenantMemory
-from specserve.serve import memory, middleware
+from specserve.serve import bodies, memory
 from specserve.serve.controls import ControlsMiddleware
 from specserve.serve.memory import (
     BURST_S,
@@ -236,7 +236,7 @@ def test_nothing_is_stored_from_an_incomplete_body(
     next_messages: list[Message],
     status: int,
 ) -> None:
-    monkeypatch.setattr(middleware, "BODY_PAUSE_S", 0.01)
+    monkeypatch.setattr(bodies, "BODY_PAUSE_S", 0.01)
     whole = lines({"text": "a"}) + b"\n"
     coming = [{"type": "http.request", "body": whole, "more_body": True}, *next_messages]
     sent: list[Message] = []
