@@ -9,7 +9,7 @@ from typing import Any
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -27,6 +27,12 @@ CLIENT_ERRORS = (ValueError, TypeError, OverflowError, RecursionError)
 MIN_PENALTY, MAX_PENALTY = 1e-30, 1e30
 """Bounds of ``repetition_penalty``. vLLM divides or multiplies float32 logits by it. Beyond the
 bounds they become infinite or NaN, and if a grammar forbids the other tokens, vLLM answers 500."""
+
+MAX_STOPS = 1024
+"""Most strings in ``stop``. vLLM searches for each of them after each token, in the loop that
+answers all calls."""
+MAX_BAD_WORDS_CHARS = 1 << 16
+"""Most characters of all ``bad_words`` together. vLLM tokenizes them in the same loop."""
 
 
 def refuse_long_lists(handler: Any, most: int) -> None:
@@ -125,12 +131,7 @@ class ServedLLM(AsyncLLM):
         Raises:
             VLLMValidationError: the request cannot be processed.
         """
-        penalty = params.repetition_penalty
-        if not MIN_PENALTY <= penalty <= MAX_PENALTY:
-            message = (
-                f"repetition_penalty must be in [{MIN_PENALTY}, {MAX_PENALTY}], got {penalty}."
-            )
-            raise VLLMValidationError(message, parameter="repetition_penalty", value=penalty)
+        _check_sampling(params)
         check_references(params.structured_outputs)
         try:
             return await super().add_request(request_id, prompt, params, **options)
@@ -148,3 +149,24 @@ class ServedLLM(AsyncLLM):
         except BaseException:
             await self.abort(request.request_id, internal=True)
             raise
+
+
+def _check_sampling(params: SamplingParams) -> None:
+    """Refuses values that would delay or break all requests, or be answered 500.
+
+    Raises:
+        VLLMValidationError: a value is out of its bounds.
+    """
+    penalty = params.repetition_penalty
+    if not MIN_PENALTY <= penalty <= MAX_PENALTY:
+        message = f"repetition_penalty must be in [{MIN_PENALTY}, {MAX_PENALTY}], got {penalty}."
+        raise VLLMValidationError(message, parameter="repetition_penalty", value=penalty)
+    if len(params.stop or ()) > MAX_STOPS:
+        message = f"stop must have at most {MAX_STOPS} strings, got {len(params.stop)}."
+        raise VLLMValidationError(message, parameter="stop", value=len(params.stop))
+    num_chars = sum(map(len, params.bad_words or ()))
+    if num_chars > MAX_BAD_WORDS_CHARS:
+        message = (
+            f"bad_words must have at most {MAX_BAD_WORDS_CHARS} characters in all, got {num_chars}."
+        )
+        raise VLLMValidationError(message, parameter="bad_words", value=num_chars)

@@ -104,6 +104,27 @@ def test_a_penalty_that_makes_logits_infinite_is_a_client_error(
     assert client.output_processor.get_num_unfinished_requests() == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "allowed", "got"),
+    [
+        ({"stop": ["a"] * 1025}, "stop must have at most 1024 strings", 1025),
+        (
+            {"bad_words": ["a" * (1 << 16), "b"]},
+            "bad_words must have at most 65536 characters",
+            65537,
+        ),
+    ],
+    ids=["stop", "bad_words"],
+)
+def test_lists_that_would_delay_all_calls_are_client_errors(
+    client: Client, given: dict[str, Any], allowed: str, got: int
+) -> None:
+    with pytest.raises(VLLMValidationError, match=f"{allowed}.*, got {got}") as error:
+        asyncio.run(asyncio.wait_for(client.first_output(SamplingParams(**given)), 10))
+    assert error.value.parameter == next(iter(given))
+    assert client.output_processor.get_num_unfinished_requests() == 0
+
+
 def test_a_schema_that_would_exhaust_the_stack_is_a_client_error(client: Client) -> None:
     links = {f"a{number}": {"$ref": f"#/a{number + 1}"} for number in range(5000)}
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=links))
