@@ -257,7 +257,7 @@ class Chain:
         due = [each for each in sources if each.guard.ready and each.is_due(self._step, slots)]
         if not (due and size):
             return [[] for _ in range(size)]
-        asked = [each for each in due if self._ask(each, batch)]
+        asked = [each for each in due if self._ask(each, batch, is_first=not may_explore)]
         costs, planned, num_sent, self._num_offered, is_measured = self._decide(
             *self._plan_inputs(slots, num_requests),
             self._unmeasured_steps >= _PATIENCE_STEPS,
@@ -286,12 +286,16 @@ class Chain:
             each for each in self._sources if not each.member.needs or limits[:, each.place].any()
         ]
 
-    def _ask(self, ask: AskPolicy, batch: DraftBatch) -> bool:
-        """Asks a source, which writes its drafts into the offers; false if it fails."""
+    def _ask(self, ask: AskPolicy, batch: DraftBatch, *, is_first: bool) -> bool:
+        """Asks a source, which writes its drafts into the offers; false if it fails.
+
+        After a pause, and before first drafts, a local source has more to learn than in other
+        steps. It would learn that later anyway, so the time does not count against its drafts.
+        """
         slots, guard = batch.slots, ask.guard
         limits = self._work.limits[ask.place, : len(slots)]
         if not isinstance(ask, RemoteAskPolicy):
-            return guard.propose(batch, limits)
+            return guard.propose(batch, limits, learns_first=is_first or ask.is_slow)
         limits = self._remote_limits(ask, batch, limits)
         if not (guard.ready and guard.propose(batch, limits)):  # `reading_s` may have failed
             return False
@@ -340,7 +344,8 @@ class Chain:
 
     def _observe_calls(self, asked: Sequence[AskPolicy], step_s: float, rate: float) -> None:
         """Counts invalid drafts, and tells local policies the time of their calls and decision."""
-        share_s = (step_s - sum(ask.guard.call_s for ask in asked)) / max(len(asked), 1)
+        calls_s = sum(ask.guard.call_s + ask.guard.learn_s for ask in asked)
+        share_s = (step_s - calls_s) / max(len(asked), 1)
         num_invalid = self._acceptance.state.num_invalid
         for ask in asked:
             for _ in range(num_invalid[ask.place]):

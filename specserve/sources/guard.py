@@ -37,7 +37,8 @@ class GuardedSource:
 
     Attributes:
         member: the source.
-        call_s: seconds of the last call of :meth:`propose`.
+        call_s: seconds of the last question of :meth:`propose`.
+        learn_s: seconds in which the source only learned before that question.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class GuardedSource:
         offers: Drafts,
     ) -> None:
         self.member = member
-        self.call_s = 0.0
+        self.call_s = self.learn_s = 0.0
         self._metrics, self._clock, self._offers = metrics, clock, offers
         self._up = True
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
@@ -58,17 +59,28 @@ class GuardedSource:
         """Whether the source may be asked: it is on, or the back-off is over."""
         return self._up or self._backoff.is_due(self._clock())
 
-    def propose(self, batch: DraftBatch, limits: Int32Array) -> bool:
-        """Asks for drafts, which the source writes into the offers; false: it failed."""
-        began, lengths = self._clock(), self._offers.lengths
+    def propose(self, batch: DraftBatch, limits: Int32Array, *, learns_first: bool = False) -> bool:
+        """Asks for drafts, which the source writes into the offers; false: it failed.
+
+        Args:
+            batch: see :meth:`specserve.sources.base.Source.propose`.
+            limits: the same.
+            learns_first: the source first learns the batch's new tokens in a call of its own, so
+                that ``call_s`` is the time of the drafts alone.
+        """
+        began, lengths, source = self._clock(), self._offers.lengths, self.member.source
         lengths[batch.slots] = 0
+        self.learn_s = 0.0
         try:
-            self.member.source.propose(batch, limits, self._offers)
+            if learns_first:
+                source.propose(batch, np.zeros_like(limits), self._offers)
+                self.learn_s = self._clock() - began
+            source.propose(batch, limits, self._offers)
         except Exception as error:
             lengths[batch.slots] = 0
             self._switch_off(error)
             return False
-        self.call_s = self._clock() - began
+        self.call_s = self._clock() - began - self.learn_s
         if np.count_nonzero(limits):  # otherwise it only learned
             self._metrics.count_call(self.member.kind, self.call_s)
         if not self._up:

@@ -96,6 +96,8 @@ class Outbox:
         return self._unsent(record).pop((record.origin, record.number), None)
 
     def _drop(self, record: Record) -> None:
-        """Called for each record that the full log drops."""
+        """Called for each record that the full log drops. An unsent purge stays, as in the log."""
+        if record.kind != "text":
+            return
         if self._pop_unsent(record) is not None and record.origin == self._origin:
             self.dropped_tokens += record.num_tokens

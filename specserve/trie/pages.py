@@ -84,19 +84,35 @@ def _free_slot(a, slot):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _free_page(a, page, scratch):  # type: ignore[no-untyped-def]
-    """Removes a page's contexts from the tables, and the page from its sequence."""
-    length = np.int64(a.pages[page, LENGTH])
+def _unlink(a, page, end, from_before, scratch):  # type: ignore[no-untyped-def]
+    """Removes the contexts that end before offset ``end`` of a page from the tables.
+
+    The newest comes first: if a context stands there twice, its newer place leads to the older one.
+
+    Args:
+        from_before: whether only contexts that begin in the page before are removed.
+    """
     hashes = scratch.waiting
-    known = hash_page_contexts(a, page, 0, length, hashes, scratch.prefix)
+    known = hash_page_contexts(a, page, 0, end, hashes, scratch.prefix)
     for level in range(NUM_LEVELS):
-        for j in range(max(LENGTHS[level] - known - 1, 0), length):
+        for j in range(max(LENGTHS[level] - known - 1, 0), end):
             prefetch_context(a.table, level, hashes[j, level])
     for level in range(NUM_LEVELS):
-        for j in range(max(LENGTHS[level] - known - 1, 0), length):
+        last = min(end, LENGTHS[level] - 1) if from_before else end
+        for j in range(last - 1, max(LENGTHS[level] - known - 1, 0) - 1, -1):
             position = page * PAGE + j
             older = np.int64(a.older[position, level])
             replace_place(a.table, level, hashes[j, level], position, older)
+
+
+@inner
+def _free_page(a, page, scratch):  # type: ignore[no-untyped-def]
+    """Removes a page's contexts from the tables, and the page from its sequence."""
+    length = np.int64(a.pages[page, LENGTH])
+    if a.pages[page, NEXT] >= 0:
+        following = np.int64(a.pages[page, NEXT])
+        _unlink(a, following, min(np.int64(a.pages[following, LENGTH]), LONGEST - 1), True, scratch)
+    _unlink(a, page, length, False, scratch)
     prev, after, slot = a.pages[page, PREV], a.pages[page, NEXT], np.int64(a.pages[page, OWNER])
     if prev >= 0:
         a.pages[prev, NEXT] = after

@@ -268,10 +268,10 @@ def test_a_source_without_drafts_is_asked_rarely() -> None:
     source.answer = slow_answer  # type: ignore[assignment]
     for _ in range(80):
         engine.step()
-    num_asked = len(source.limits)
+    num_asked = source.num_asked
     for _ in range(40):
         engine.step()
-    assert len(source.limits) - num_asked == 5
+    assert source.num_asked - num_asked == 5
 
 
 class Learner(AnsweringSource):
@@ -315,7 +315,7 @@ def test_one_of_two_sources_with_equal_drafts_is_asked_rarely() -> None:
         each.answer = answer  # type: ignore[assignment]
     for _ in range(200):
         engine.step([1, 2, 3, 4] if engine.sent[0] else [1])
-    asked = sorted(len(each.limits) for each in sources)
+    asked = sorted(each.num_asked for each in sources)
     assert asked[1] == 200
     assert asked[0] < 60
 
@@ -334,9 +334,9 @@ def test_steps_are_idle_until_a_source_is_due() -> None:
         engine.step()
     while engine.chain.num_idle_steps(np.arange(1)) != 7:
         engine.step()
-    num_asked = len(source.limits)
+    num_asked = source.num_asked
     engine.chain.step(batch(1), 8)
-    assert len(source.limits) == num_asked + 1
+    assert source.num_asked == num_asked + 1
 
 
 def test_no_step_is_idle_with_an_offered_draft_or_a_fixed_source() -> None:

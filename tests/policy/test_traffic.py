@@ -164,7 +164,34 @@ def num_asked_of_two(
     for each in sources.values():
         each.asked.clear()
     traffic.run(400)
-    return len(sources["ngram"].asked), len(sources["trie"].asked)
+    return sources["ngram"].num_asked, sources["trie"].num_asked
+
+
+class Learning(FakeLocal):
+    """A source that learns for a fifth of the time since its last call."""
+
+    def __init__(self, guess: Guess, clock: Clock) -> None:
+        super().__init__(guess, clock, SLOW_S)
+        self._learned_at = clock.now
+
+    def propose(self, batch: DraftBatch, limits: Int32Array, drafts: Drafts) -> None:
+        self._clock.now += 0.2 * (self._clock.now - self._learned_at)
+        self._learned_at = self._clock.now
+        super().propose(batch, limits, drafts)
+
+
+def test_what_a_source_has_to_learn_does_not_keep_it_in_back_off(clock: Clock) -> None:
+    source = Learning(always(WRONG), clock)
+    traffic = Traffic({"trie": source}, clock)
+    traffic.run(300)
+    num_asked = source.num_asked
+    traffic.run(100)
+    assert source.num_asked - num_asked < 30
+    source.guess = always(*RIGHT)
+    traffic.run(1000)
+    num_asked = source.num_asked
+    traffic.run(100)
+    assert source.num_asked - num_asked == 100
 
 
 def test_the_cheaper_of_two_sources_with_equal_drafts_is_asked(clock: Clock) -> None:

@@ -33,6 +33,11 @@ class AnsweringSource:
     def close(self, slots: Int64Array) -> None:
         self.closed += slots.tolist()
 
+    @property
+    def num_asked(self) -> int:
+        """Number of calls that asked for a draft."""
+        return sum(map(any, self.limits))
+
 
 def drafts(
     rows: Sequence[Sequence[int]], confidence: float = 0.9, labels: Sequence[int] = ()

@@ -107,3 +107,20 @@ def test_calls_that_ask_for_drafts_are_timed() -> None:
     guarded.propose()
     guarded.guard.propose(batch(2), 0 * FOUR)
     assert sum(guarded.health.latency) == 1
+
+
+def test_learning_first_does_not_count_as_time_of_the_drafts() -> None:
+    guarded = Guarded(always(1))
+    answer, unlearned = guarded.source.answer, [5.0]
+
+    def slow(asked: DraftBatch, limits: Int32Array) -> Drafts:
+        guarded.clock.now += (unlearned.pop() if unlearned else 0.0) + float(limits.any())
+        return answer(asked, limits)
+
+    guarded.source.answer = slow
+    assert guarded.guard.propose(guarded.batch, FOUR, learns_first=True)
+    assert (guarded.guard.learn_s, guarded.guard.call_s) == (5.0, 1.0)
+    unlearned.append(5.0)
+    assert guarded.guard.propose(guarded.batch, FOUR)
+    assert (guarded.guard.learn_s, guarded.guard.call_s) == (0.0, 6.0)
+    assert guarded.offers.lengths[guarded.batch.slots].tolist() == [1, 1]

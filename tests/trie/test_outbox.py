@@ -92,6 +92,15 @@ def test_a_store_that_lost_its_log_gets_the_tombstones_first() -> None:
     assert numbers(write.outbox.pending(1)) == [("operator", 1)]
 
 
+def test_an_unsent_purge_is_sent_though_the_full_log_has_dropped_it() -> None:
+    write = Writer(MIN_BYTES)
+    write.outbox.receive(purge(stamp=1e9, namespace="gone"))
+    write.outbox.start_over({})
+    for _ in range(1000):
+        write(100)
+    assert numbers(write.outbox.pending(1)) == [("operator", 1)]
+
+
 def test_purged_text_is_not_sent() -> None:
     write = Writer()
     write(stamp=1e9)

@@ -201,6 +201,26 @@ def test_an_ended_private_text_leaves_nothing(trie: TokenTrie) -> None:
     assert not any(draft(trie, text[end - 20 : end]) for end in range(20, 500, 11))
 
 
+def test_an_ended_private_text_hides_no_other_text(trie: TokenTrie) -> None:
+    context, follower = noise(16, 1), noise(8, 2)
+    learn(trie, np.concatenate([context, follower]))
+    table = np.sort(trie._arrays.table, axis=None)
+    secret = trie.open(private=True)
+    trie.append(secret, np.concatenate([context, noise(4, 3), context, noise(4, 4)]))
+    trie.finish(secret)
+    assert draft(trie, context) == follower.tolist()
+    assert np.array_equal(np.sort(trie._arrays.table, axis=None), table)
+
+
+def test_evicted_texts_leave_no_contexts_in_the_tables() -> None:
+    trie = TokenTrie(SMALL)
+    for seed in range(30):
+        learn(trie, noise(trie.num_pages * PAGE // 2, seed, 1 << 30))
+    assert trie._arrays.scalars[NUM_FREE_PAGES] < trie.num_pages // 20
+    for level in trie._arrays.table:
+        assert np.count_nonzero(level) <= trie.num_tokens  # no context stands there twice
+
+
 def test_no_draft_crosses_dropped_tokens() -> None:
     trie = TokenTrie(SMALL)
     text = noise(4 * PAGE)
