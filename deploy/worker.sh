@@ -4,7 +4,9 @@
 #   deploy/worker.sh HEAD_ADDRESS [OPTIONS OF ray start]
 #
 # The token is the head's, in RAY_AUTH_TOKEN or in the file that RAY_AUTH_TOKEN_PATH names. Settings:
-# deploy/node.env. It ends when the head ends or gives this node up: let systemd restart it.
+# deploy/node.env. It ends when the head ends or gives this node up: let systemd restart it, with
+# TimeoutStopSec=150, because at SIGTERM running requests have RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+# seconds (130).
 
 # shellcheck source=deploy/node.sh
 . "$(dirname "$0")/node.sh"
@@ -19,4 +21,6 @@ case "$status $said" in
   *) fail "the head at $head:$GCS_PORT refuses this node: ${said##*$'\n'}" ;;
 esac
 require_free
+# Ray waits 30 s by default, which would cut off a longer http.drain_timeout_s.
+export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="${RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S:-130}"
 exec ray start --address "$head:$GCS_PORT" "${options[@]}" "${@:2}"
