@@ -54,7 +54,7 @@ def test_there_is_an_alert_for_each_failure() -> None:
 
 
 def operands(alert: str) -> list[str]:
-    """The parts of an alert's expression that `and` joins. The result has the first one's labels."""
+    """The operands of `and` in an alert's expression. Its result has the first one's labels."""
     return re.split(r"\band on \(.*?\)", written_out(ALERTS[alert]["expr"]))
 
 
