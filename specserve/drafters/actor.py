@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -251,6 +251,8 @@ class DrafterFinder:
         if isinstance(error, ActorDiedError):
             self._rest_until = self._clock() + FAILED_BACKOFF_S
             self._give_up()
+        elif isinstance(error, RayTaskError):  # it runs, but gives no seats
+            self._give_up()
         else:
             self._wait(began)
         # A time-out alone is no error: the drafter may be starting. `_wait` reports a long silence.
@@ -259,14 +261,19 @@ class DrafterFinder:
 
     def _best(self) -> str:
         """Address of the best seat; frees the other seats."""
+        self._index = self._best_index()
         seats = {index: seat for index, seat in self._seats.items() if seat is not None}
-        self._index = min(seats, key=lambda index: seats[index].num_before)
         self._silent_since = None
         self._seats.clear()
         best = seats.pop(self._index)
         for index in seats:
             self._drafters.leave(index)
         return best.address
+
+    def _best_index(self) -> int:
+        """The drafter with the fewest earlier replicas, of those that gave a seat."""
+        seats = {index: seat for index, seat in self._seats.items() if seat is not None}
+        return min(seats, key=lambda index: seats[index].num_before)
 
     def _wait(self, began: float) -> None:
         """Handles a missing answer since ``began``: reports a long silence, then gives up."""
@@ -286,9 +293,13 @@ class DrafterFinder:
     def _give_up(self) -> None:
         """Marks the drafter that was asked last as unavailable, and moves on to the next."""
         self._seats[self._index] = None
-        if len(self._seats) == self._num_actors and not any(self._seats.values()):
-            self._seats.clear()
         self._move_on()
+        if len(self._seats) < self._num_actors:
+            return
+        if any(self._seats.values()):
+            self._index = self._best_index()  # asked again, as its address may be old
+        else:
+            self._seats.clear()
 
     def _move_on(self) -> None:
         self._index = (self._index + 1) % self._num_actors

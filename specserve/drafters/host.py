@@ -35,22 +35,29 @@ class HostedDrafter:
         self._process: subprocess.Popen[str] | None = None
         self._address = ""
         self._failure, self._rest_until = "", 0.0
+        self._is_closed = False
 
     def __call__(self) -> str:
         """The drafter's address; waits until its model is loaded.
 
         Raises:
-            EngineError: it did not start. If it has never started, it is not tried again.
-                Otherwise the next try is after ``FAILED_BACKOFF_S`` seconds.
+            EngineError: it was closed, or it did not start. If it has never started, it is not
+                tried again. Otherwise the next try is after ``FAILED_BACKOFF_S`` seconds.
         """
         if self._failure and (not self._address or time.monotonic() < self._rest_until):
             raise EngineError(self._failure)
+        if self._is_closed:
+            raise EngineError("the drafter was closed")
         if self._process is None or self._process.poll() is not None:
             self._start()
         return self._address
 
     def close(self) -> None:
-        """Kills the drafter, even while it loads its model."""
+        """Kills the drafter, even while it loads its model. It is not started again."""
+        self._is_closed = True
+        self._kill()
+
+    def _kill(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -66,13 +73,15 @@ class HostedDrafter:
             env=environment,
             text=True,
         )
+        if self._is_closed:  # meanwhile, in another thread
+            self._kill()
         assert self._process.stdout is not None
         line = self._process.stdout.readline().strip()
         if line.startswith("tcp://"):
             self._address, self._failure = line, ""
         else:
             reason = line or f"it ended with exit code {self._process.wait()}"
-            self.close()
+            self._kill()
             self._failure = f"the drafter did not start: {reason}"
             self._rest_until = time.monotonic() + FAILED_BACKOFF_S
             raise EngineError(self._failure)

@@ -16,7 +16,7 @@ from secrets import token_hex
 
 import numpy as np
 
-from specserve.core.errors import WireError, shorten
+from specserve.core.errors import EngineError, WireError, shorten
 from specserve.drafters.base import Answer, Drafter, Row
 from specserve.drafters.counters import ServerCounters
 from specserve.drafters.router import Arrival, Router
@@ -91,7 +91,8 @@ class DrafterServer:
         self._schedule = Schedule()
         self._calls: list[Call] = []
         self._logged: set[str] = set()
-        self._active_at, self._is_computing = time.monotonic(), False
+        self._active_at = time.monotonic()
+        self._call_began: float | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._compute, name="drafter-model", daemon=True)
         self._thread.start()
@@ -99,14 +100,19 @@ class DrafterServer:
     @property
     def idle_s(self) -> float:
         """Seconds since the last message, seat request or model call; 0 during a call."""
-        return 0.0 if self._is_computing else time.monotonic() - self._active_at
+        return 0.0 if self._call_began is not None else time.monotonic() - self._active_at
 
     def seat(self, replica: str) -> int:
         """Assigns or keeps the replica's seat; returns how many replicas took theirs earlier.
 
         May be called from any thread.
+
+        Raises:
+            EngineError: a model call hangs; the replica then asks another drafter.
         """
         now = self._active_at = time.monotonic()
+        if (began := self._call_began) is not None and now - began > REPLICA_SILENT_S:
+            raise EngineError(f"its model call has not ended for {now - began:.0f} s")
         for name, heard_at in list(self._seats.items()):
             if heard_at <= now - REPLICA_SILENT_S:
                 self.leave(name)
@@ -221,14 +227,14 @@ class DrafterServer:
         or one task may be the cause.
         """
         calls = {task.call for task in tasks}
-        began, self._is_computing = time.monotonic(), True
+        began = self._call_began = time.monotonic()
         answers: list[Answer] | None = None
         try:
             answers = self._drafter.draft([task.piece() for task in tasks])
         except Exception as error:
             self._log_once(type(error).__name__, str(error), error)
         finally:
-            self._active_at, self._is_computing = time.monotonic(), False
+            self._active_at, self._call_began = time.monotonic(), None
         if answers is None:  # outside the handler: the error keeps the model's tensors alive
             if len(tasks) == 1 or all(call.expires_at < self._active_at for call in calls):
                 for task in tasks:

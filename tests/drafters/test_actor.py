@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from zlib import crc32
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from specserve.core.errors import EngineError
 from specserve.drafters import actor as module
@@ -121,6 +122,34 @@ def test_a_second_seat_is_taken_if_other_drafters_do_not_answer(actors: Actors) 
     while (address := late()) is None:
         actors.now += 1.0
     assert address == first
+
+
+def test_the_only_drafter_that_answers_is_taken_when_all_others_were_given_up(
+    actors: Actors,
+) -> None:
+    live = (crc32(b"replica") + 1) % NUM_ACTORS  # the search passes it on its way to the last one
+    actors.seats[live] = ["earlier"]
+    actors.errors = [LOADING] * NUM_ACTORS
+    actors.errors[live] = None
+    find, began, address = actors.finder(), actors.now, None
+    while address is None:
+        with suppress(EngineError):  # why it waits
+            address = find()
+        actors.now += 1.0
+    assert address == str(live)
+    assert actors.now - began < (NUM_ACTORS - 1) * (SILENT_S + 2 * FIND_S)
+
+
+def test_a_drafter_that_gives_no_seats_is_left_at_once(actors: Actors) -> None:
+    find = actors.finder()
+    first = find()
+    assert first is not None
+    actors.errors[int(first)] = RayTaskError("seat", "its model call has not ended", EngineError())
+    with pytest.raises(EngineError):
+        find()
+    second = find()
+    assert second is not None
+    assert second != first
 
 
 def test_a_replica_waits_for_its_drafter_to_load(actors: Actors) -> None:

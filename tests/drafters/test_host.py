@@ -9,6 +9,7 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,9 @@ def test_an_ended_drafter_is_started_again_after_a_back_off(
     assert Endpoint.parse(first).place.startswith("tcp://127.0.0.1:")
     assert Endpoint.parse(first).secret
     assert find() == first
-    find.close()
+    assert find._process is not None
+    find._process.kill()
+    find._process.wait()
     options = find._options
     monkeypatch.setattr(find, "_options", replace(options, model="/gone"))
     with pytest.raises(EngineError, match="did not start: model: '/gone' is not allowed"):
@@ -76,6 +79,22 @@ def test_a_drafter_that_is_killed_while_it_loads_is_not_restarted(
         find.close()
         with pytest.raises(EngineError, match=r"did not start: it ended with exit code -9$"):
             address.result(WAIT_S)
+
+
+def test_a_closed_drafter_is_not_started_again(
+    find: HostedDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = subprocess.Popen
+
+    def close_meanwhile(*args: Any, **options: Any) -> Any:
+        find.close()
+        return start(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", close_meanwhile)
+    with pytest.raises(EngineError, match=r"did not start: it ended with exit code -9$"):
+        find()
+    with pytest.raises(EngineError):
+        find()
 
 
 @pytest.mark.parametrize(("gpu", "visible"), [("GPU-b", "GPU-b"), ("", "GPU-a,GPU-b")])

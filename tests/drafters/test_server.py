@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from specserve.core.errors import EngineError
 from specserve.drafters.schedule import FEED_TOKENS
 from specserve.drafters.server import (
     MAX_FAILURES,
@@ -344,6 +345,23 @@ def test_a_server_is_not_idle_during_a_model_call(
     assert [server.idle_s for _ in range(2)] == [0.0, 0.0]
     drafter.may_go.set()
     eventually(lambda: server.idle_s > 0.0, "idle", WAIT_S, 0.01)
+
+
+def test_a_server_whose_model_call_hangs_gives_no_seats(
+    server: DrafterServer,
+    connect: Connect,
+    drafter: FakeDrafter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert server.seat("replica") == 0
+    hold(drafter, connect(b"a"))
+    assert server.seat("replica") == 0
+    monkeypatch.setattr("specserve.drafters.server.REPLICA_SILENT_S", 0.0)
+    with pytest.raises(EngineError, match=r"its model call has not ended for 0 s"):
+        server.seat("replica")
+    drafter.may_go.set()
+    eventually(lambda: server.idle_s > 0.0, "idle", WAIT_S, 0.01)
+    assert server.seat("replica") == 0
 
 
 def test_a_client_that_reconnects_under_its_name_keeps_its_texts(
