@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -261,8 +261,8 @@ class DrafterFinder:
 
     def _best(self) -> str:
         """Address of the best seat; frees the other seats."""
-        self._index = self._best_index()
-        seats = {index: seat for index, seat in self._seats.items() if seat is not None}
+        seats = self._given()
+        self._index = _least_used(seats)
         self._silent_since = None
         self._seats.clear()
         best = seats.pop(self._index)
@@ -270,10 +270,9 @@ class DrafterFinder:
             self._drafters.leave(index)
         return best.address
 
-    def _best_index(self) -> int:
-        """The drafter with the fewest earlier replicas, of those that gave a seat."""
-        seats = {index: seat for index, seat in self._seats.items() if seat is not None}
-        return min(seats, key=lambda index: seats[index].num_before)
+    def _given(self) -> dict[int, Seat]:
+        """The seats of the drafters that answered."""
+        return {index: seat for index, seat in self._seats.items() if seat is not None}
 
     def _wait(self, began: float) -> None:
         """Handles a missing answer since ``began``: reports a long silence, then gives up."""
@@ -296,8 +295,8 @@ class DrafterFinder:
         self._move_on()
         if len(self._seats) < self._num_actors:
             return
-        if any(self._seats.values()):
-            self._index = self._best_index()  # asked again, as its address may be old
+        if given := self._given():
+            self._index = _least_used(given)  # asked again, as its address may be old
         else:
             self._seats.clear()
 
@@ -309,3 +308,8 @@ class DrafterFinder:
         if reason not in self._reported:
             self._reported.add(reason)
             raise EngineError(reason)
+
+
+def _least_used(seats: Mapping[int, Seat]) -> int:
+    """The drafter whose seat has the fewest earlier replicas."""
+    return min(seats, key=lambda index: seats[index].num_before)

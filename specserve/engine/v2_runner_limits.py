@@ -7,7 +7,6 @@ worker, where an error ends the engine, and with it all other requests.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 from vllm import envs
@@ -40,25 +39,22 @@ def check_sizes(params: SamplingParams) -> None:
     Raises:
         VLLMValidationError: one exceeds the runner's room for it.
     """
-    for field, size, most in _sizes(params):
+    for field, what, size, most in _sizes(params):
         if size > most:
-            message = f"{field} must be at most {most} on this server, got {size}"
-            raise VLLMValidationError(message, parameter=field.split()[-1], value=size)
+            message = f"{field}: {what} must be at most {most} on this server, got {size}"
+            raise VLLMValidationError(message, parameter=field, value=size)
 
 
-def _sizes(params: SamplingParams) -> Iterator[tuple[str, int, int]]:
-    """What is limited, its size, and the limit."""
-    yield (
-        "length of allowed_token_ids",
-        len(params.allowed_token_ids or ()),
-        MAX_NUM_ALLOWED_TOKEN_IDS,
-    )
-    yield "length of logit_bias", len(params.logit_bias or ()), MAX_NUM_LOGIT_BIAS_TOKENS
+def _sizes(params: SamplingParams) -> Iterator[tuple[str, str, int, int]]:
+    """Field, what is limited, its size, and the limit."""
+    allowed, biased = params.allowed_token_ids or (), params.logit_bias or ()
+    yield "allowed_token_ids", "their number", len(allowed), MAX_NUM_ALLOWED_TOKEN_IDS
+    yield "logit_bias", "the number of tokens", len(biased), MAX_NUM_LOGIT_BIAS_TOKENS
     if params.min_tokens:  # without it, the runner does not need them
-        stop_tokens = len(params.all_stop_token_ids)
-        yield "with min_tokens, the length of stop_token_ids", stop_tokens, MAX_NUM_STOP_TOKEN_IDS
+        stops = params.all_stop_token_ids
+        yield "stop_token_ids", "their number with min_tokens", len(stops), MAX_NUM_STOP_TOKEN_IDS
     words = params.bad_words_token_ids or ()
-    tokens = sum(1 for _ in chain.from_iterable(words))
-    yield "spellings in bad_words", len(words), envs.VLLM_MAX_NUM_BAD_WORDS
-    yield "tokens in bad_words", tokens, envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
-    yield "seed plus n - 1, the last answer's seed", params.seed or 0, MAX_SEED
+    yield "bad_words", "the number of spellings", len(words), envs.VLLM_MAX_NUM_BAD_WORDS
+    num_tokens = sum(map(len, words))
+    yield "bad_words", "the number of tokens", num_tokens, envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+    yield "seed", "the last answer's, seed + n - 1,", params.seed or 0, MAX_SEED

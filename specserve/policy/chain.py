@@ -295,7 +295,8 @@ class Chain:
         slots, guard = batch.slots, ask.guard
         limits = self._work.limits[ask.place, : len(slots)]
         if not isinstance(ask, RemoteAskPolicy):
-            return guard.propose(batch, limits, learns_first=is_first or ask.is_slow)
+            learns_first = isinstance(ask, LocalAskPolicy) and (is_first or ask.is_slow)
+            return guard.propose(batch, limits, learns_first=learns_first)
         limits = self._remote_limits(ask, batch, limits)
         if not (guard.ready and guard.propose(batch, limits)):  # `reading_s` may have failed
             return False

@@ -84,6 +84,13 @@ def _free_slot(a, slot):  # type: ignore[no-untyped-def]
 
 
 @inner
+def _ends(level, known, end, from_before):  # type: ignore[no-untyped-def]
+    """Offsets of the ends of a level's contexts in a page, see :func:`_unlink`: from, to."""
+    stop = min(end, LENGTHS[level] - 1) if from_before else end
+    return max(LENGTHS[level] - known - 1, 0), stop
+
+
+@inner
 def _unlink(a, page, end, from_before, scratch):  # type: ignore[no-untyped-def]
     """Removes the contexts that end before offset ``end`` of a page from the tables.
 
@@ -95,11 +102,12 @@ def _unlink(a, page, end, from_before, scratch):  # type: ignore[no-untyped-def]
     hashes = scratch.waiting
     known = hash_page_contexts(a, page, 0, end, hashes, scratch.prefix)
     for level in range(NUM_LEVELS):
-        for j in range(max(LENGTHS[level] - known - 1, 0), end):
+        begin, stop = _ends(level, known, end, from_before)
+        for j in range(begin, stop):
             prefetch_context(a.table, level, hashes[j, level])
     for level in range(NUM_LEVELS):
-        last = min(end, LENGTHS[level] - 1) if from_before else end
-        for j in range(last - 1, max(LENGTHS[level] - known - 1, 0) - 1, -1):
+        begin, stop = _ends(level, known, end, from_before)
+        for j in range(stop - 1, begin - 1, -1):
             position = page * PAGE + j
             older = np.int64(a.older[position, level])
             replace_place(a.table, level, hashes[j, level], position, older)
